@@ -75,7 +75,7 @@ def test_a_dry_run_passes_and_reports(call, tmp_path):
         assert "| shardzoo, compiled blocks | as published |" in page
         assert "| device, CUDA graph | CPU | 20 |" in page
         assert "| sums of gradients within products, bf16 | added afterwards | 20 |" in page
-        assert page.count("| transformers, SDPA | none |") == 10
+        assert page.count("| transformers, SDPA | none |") == 11
     elif call == "measure":
         assert "| rms_norm | 8 × 32 |" in page
         assert "| shardzoo | none |" in page

@@ -172,7 +172,7 @@ def run_workload(workload: Workload) -> None:
     """Runs a model of one layer on the batch of a measured step."""
     values = workload.config(False).to_dict()
     few = {name: value for name, value in FEW.items() if values.get(name) is not None}
-    workload = replace(workload, sizes=few)
+    workload = replace(workload, changes={}, sizes=few)
     torch.set_float32_matmul_precision("high" if workload.tf32 else "highest")
     config = workload.config(True)
     with tempfile.TemporaryDirectory() as folder:

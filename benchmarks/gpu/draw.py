@@ -24,6 +24,7 @@ NAMES = {
     "gpt2-medium": "GPT-2 medium, 16 × 1,024",
     "gpt2-xl": "GPT-2 XL, 8 × 1,024",
     "llama-1b": "Llama 1B, 4 × 2,048",
+    "olmoe": "OLMoE, 4 layers, 8 × 1,024",
     "bert-large": "BERT-large, 32 × 512",
     "t5-large": "T5-large, 16 × (512 + 128)",
     "nanot5": "T5-v1.1-base, 128 × (512 + 128)",

@@ -16,8 +16,8 @@ LONGEST_REPAIR = 180
 WARM_PREPARATION = 20
 MODELS = ("gpt2-medium", "bert-large", "t5-large", "gpt2-xl")
 STEPS = (
-    ("gpt2-medium", 25), ("bert-large", 14), ("t5-large", 26), ("gpt2-xl", 36), ("llama-1b", 14), ("libai", 11),
-    ("nanot5", 27), ("t5-padded", 17), ("gpt2-64", 16), ("t5-64", 20),
+    ("gpt2-medium", 23), ("bert-large", 14), ("t5-large", 24), ("gpt2-xl", 36), ("llama-1b", 14), ("libai", 11),
+    ("nanot5", 25), ("t5-padded", 17), ("gpt2-64", 16), ("t5-64", 20), ("olmoe", 20),
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def first(out: Path) -> list[Part]:
     quick = ("--quick",)
     return [
         Part(
-            "operators", 55, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
+            "operators", 50, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
             environment=report, dry_environment={**report, "SHARDZOO_TEST_DEVICE": "cpu"},
         ),
         script("families", 55, out, *quick, file="device_parity"),
@@ -160,7 +160,7 @@ def first(out: Path) -> list[Part]:
             ["--op", "rms_norm", "--shape", "8x32"],
         ),
         kernels(
-            "attention", 36, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
+            "attention", 33, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
             [*attended, "--length", "8", "--scale", "0.001"], "",
         ),
         script("linear_cross_entropy", 7, out),
@@ -169,7 +169,7 @@ def first(out: Path) -> list[Part]:
             script(f"steps_{name}", seconds, out, "--model", name, *quick, file="steps")
             for name, seconds in STEPS
         ),
-        script("compiled_blocks", 28, out, "--model", "gpt2-medium", "--compiled", file="steps"),
+        script("compiled_blocks", 24, out, "--model", "gpt2-medium", "--compiled", file="steps"),
     ]  # fmt: skip
 
 

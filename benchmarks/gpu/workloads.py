@@ -27,6 +27,7 @@ class Workload:
         tf32: Whether fp32 products may be TF32.
         compiled: Whether compiled blocks are measured too, for which the deepest model leaves no time.
         note: What the title of its table says.
+        changes: Changed values of the preset.
         sizes: Changed values of a tiny model.
     """
 
@@ -41,6 +42,7 @@ class Workload:
     tf32: bool = False
     compiled: bool = True
     note: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,7 +58,8 @@ class Workload:
         return replace(self, batch=2, length=16, target=8 if self.target else 0)
 
     def config(self, tiny: bool) -> ModelConfig:
-        return find_config(self.preset).with_changes(**(self.sizes if tiny else {}))
+        changes = {**self.changes, **(self.sizes if tiny else {})}
+        return find_config(self.preset).with_changes(**changes)
 
 
 GPT2 = {
@@ -86,12 +89,29 @@ LLAMA = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+OLMOE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 99,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 WORKLOADS = {
     "gpt2-medium": Workload("gpt2-medium", "AutoModelForCausalLM", 16, 1024, sizes=GPT2),
     "gpt2-xl": Workload("gpt2-xl", "AutoModelForCausalLM", 8, 1024, compiled=False, sizes=GPT2),
     "bert-large": Workload("bert-large-uncased", "AutoModelForMaskedLM", 32, 512, sizes=BERT),
     "t5-large": Workload("t5-large", "AutoModelForSeq2SeqLM", 16, 512, 128, sizes=T5),
     "llama-1b": Workload("llama-3.2-1b", "AutoModelForCausalLM", 4, 2048, compiled=False, sizes=LLAMA),
+    "olmoe": Workload(
+        "olmoe-1b-7b-0924", "AutoModelForCausalLM", 8, 1024, compiled=False, sizes=OLMOE,
+        changes={"num_hidden_layers": 4}, note="4 of its 16 layers, 64 experts of which each token takes 8",
+    ),
     "nanot5": Workload(
         "t5-v1_1-base", "AutoModelForSeq2SeqLM", 128, 512, 128, compiled=False, sizes=T5,
         note="nanoT5's workload, of which 229 samples/s on one A100, compiled, are published",
