@@ -45,7 +45,7 @@ def find_model(
     Hub if there is neither such a path nor a folder `org`. Arguments and errors are those of
     `find_folder`.
     """
-    copy = _find_in_store(name, argument, patterns)
+    copy = _find_in_store(name, patterns)
     if copy is not None:
         return copy
     path = Path(name)
@@ -84,7 +84,7 @@ def find_folder(
     Raises:
         ValueError: There is neither, the Hub cannot be reached, or a file is damaged.
     """
-    copy = _find_in_store(name, argument, patterns)
+    copy = _find_in_store(name, patterns)
     if copy is not None:
         return copy
     if Path(name).is_dir():
@@ -121,14 +121,14 @@ def find_folder(
     return folder
 
 
-def _find_in_store(name: str | Path, argument: str, patterns: tuple[str, ...]) -> Path | None:
+def _find_in_store(name: str | Path, patterns: tuple[str, ...]) -> Path | None:
     """Returns a local copy of a URL's folder, or None for other names.
 
     Where weights are asked for, they may have any format.
     """
     if set(WEIGHTS) <= set(patterns):
         patterns = ("*",)
-    return find_source(name, argument, patterns)
+    return find_source(name, patterns)
 
 
 def upload_folder(

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(command: Verify) -> int:
     """Prints what is found about each checkpoint. Raises ValueError if there is none."""
-    folder = find_source(command.folder, "folder") or command.folder
+    folder = find_source(command.folder) or command.folder
     if (folder / STATE).exists() or (folder / STATE).is_symlink():
         checkpoints = [folder]
     else:

@@ -302,7 +302,7 @@ def _find_folders(command: Common) -> Common:
         if path is not None:
             folders[name] = find_model(path, name)
     if command.config is not None:
-        folders["config"] = find_source(command.config, "config") or command.config
+        folders["config"] = find_source(command.config) or command.config
     return replace(command, **folders)
 
 

@@ -26,7 +26,7 @@ from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 from ..files.object_store import find_url
 from ..files.verbosity import is_quiet
-from ..files.working_copies import name_urls, writing
+from ..files.working_copies import name_urls
 from ..trainer.logging.console import make_console
 from .arguments import given_value, read_yaml
 from .console import run_and_report
@@ -172,8 +172,7 @@ class TrainTokenizer(Configurable):
 
     def run(self, console: Console) -> None:
         documents = Documents(choose_source(self.input), self.text_key)
-        with writing(self.output) as output:
-            tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, output)
+        tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
         count = documents.report.documents
         console.print(
             f"{find_url(self.output) or self.output}: {tokenizer.vocab_size} entries from {count} documents"

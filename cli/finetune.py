@@ -19,6 +19,7 @@ import tyro
 from rich.text import Text
 
 from ..files.verbosity import take_verbosity
+from ..files.working_copies import name_urls
 from ..finetuning.arguments import FinetuningArguments
 from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
@@ -240,7 +241,8 @@ def run(trainer: Trainer) -> None:
     if arguments.train_file is not None:
         trainer.model_summary()
         trainer.train(valid=has_validation_data(arguments))
-        console.print(f"saved {trainer.save_model(merge_adapter=arguments.merge_adapter)}")
+        folder = trainer.save_model(merge_adapter=arguments.merge_adapter)
+        console.print(f"saved {name_urls(str(folder))}")
     elif arguments.validation_file is not None:
         console.print(describe("validation", trainer.evaluate()))
     if arguments.test_file is not None:

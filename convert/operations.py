@@ -214,7 +214,7 @@ def _convert(
 ) -> Outcome:
     """Converts to the target that `build_target` plans, or without it to a universal checkpoint."""
     options.check()
-    source = find_source(source, "source") or Path(source)
+    source = find_source(source) or Path(source)
     if options.dequantize is not None:
         return _convert_dequantized(source, destination, options, report, build_target)
     place = Destination(destination)
@@ -252,7 +252,7 @@ def _dequantize(
     from .dequantizing import dequantize
 
     options.check()
-    source = find_source(source, "source") or Path(source)
+    source = find_source(source) or Path(source)
     assert options.dequantize is not None
     tensors, nbytes, kept = dequantize(
         source,

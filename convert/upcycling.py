@@ -185,7 +185,7 @@ def upcycle(
         ValueError: The source is damaged or no dense model with a family of mixtures, the
             destination exists, or its disk is too full.
     """
-    source = find_source(source, "source") or Path(source)
+    source = find_source(source) or Path(source)
     place = Destination(destination)
     place.check(source, overwrite=overwrite, resume=resume)
     plan = plan_upcycling(source, experts, top_k)

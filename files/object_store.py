@@ -1,7 +1,7 @@
 """Reaches object stores, such as `s3://bucket/name`, by fsspec; every failure is one line.
 
-fsspec and the packages of the stores are the clients: s3fs for `s3://`, gcsfs for `gs://`,
-huggingface_hub for `hf://`. `memory://` is a store within this process.
+fsspec and the packages of the stores are the clients: s3fs for `s3://`, gcsfs for `gs://`, adlfs
+for `abfs://`, huggingface_hub for `hf://`. `memory://` is a store within this process.
 """
 
 # (fsspec leaves its types open)
@@ -25,12 +25,17 @@ PACKAGES = {
     "s3a": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
     "gcs": ("gcsfs", "gcs"),
+    "abfs": ("adlfs", "azure"),
+    "abfss": ("adlfs", "azure"),
+    "az": ("adlfs", "azure"),
     "hf": ("huggingface_hub", ""),
     "memory": ("fsspec", ""),
 }
-STORES = "s3://, gs://, hf:// or memory://"
+STORES = "s3://, gs://, abfs://, hf:// or memory://"
 # Path("s3://bucket/name") has one slash: the slashes of a URL do not survive in a Path.
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):/+(?P<rest>.*)", re.DOTALL)
+# A name that means a store, also without its second slash. A scheme of one letter means none.
+_SCHEME = re.compile(r"[a-z][a-z0-9+-]+")
 # Bytes of a part of an upload; a few parts are in memory at a time.
 PART_BYTES = 5 << 20  # the least that S3 takes
 PARTS_AT_ONCE = 2
@@ -66,9 +71,12 @@ def find_url(name: str | os.PathLike[str]) -> str | None:
         return None
     scheme = match["scheme"]
     if scheme not in PACKAGES:
-        if "://" not in text:
-            return None  # a folder that is named so
-        raise ValueError(f"{text}: {scheme}:// is no store that can be read; use {STORES}")
+        is_folder = os.path.lexists(f"{scheme}:") or _SCHEME.fullmatch(scheme) is None
+        if "://" not in text and is_folder:
+            return None
+        raise ValueError(
+            f"{scheme}://{match['rest']}: there is no store {scheme}://; use {STORES}, or a path"
+        )
     rest = match["rest"].rstrip("/")
     if not rest:
         raise ValueError(f"{text} names no bucket or folder; write {scheme}://BUCKET/NAME")

@@ -13,7 +13,8 @@ sends to the store. So all that is above this floor sees local folders.
 The last two do nothing for other folders. An object store renames nothing. Therefore a folder is
 marked by an object `.incomplete` while it is sent, and readers refuse it then; and the files
 that describe a model are removed first and sent last. The checkpoints of a run are sent one by
-one, each with its state last: one without a state is none.
+one, each with its state last: one without a state is none. A model within a run has a mark of its
+own.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ INCOMPLETE = ".incomplete"
 # Files that are read by ranges. Whoever reads them otherwise finds no header.
 RANGED = frozenset((".safetensors",))
 # A folder's files that say what is in it, in the order in which they are sent, after all others.
-LAST = ("config.json", "adapter_config.json", "manifest.json", "trainer_state.json")
-STATE = LAST[-1]
+CONFIGS = ("config.json", "adapter_config.json")
+STATE = "trainer_state.json"
+LAST = (*CONFIGS, "corpus.json", "manifest.json", STATE)
 # In the names of a run's checkpoints that it has left behind: they stay on the machine that found it.
 ABANDONED = ".abandoned"
 RECORD = "objects.json"
@@ -178,7 +180,6 @@ def _find_root() -> Path:
 
 def find_source(
     name: str | os.PathLike[str],
-    argument: str,
     patterns: Sequence[str] = ("*",),
     *,
     largest: int = sys.maxsize,
@@ -188,7 +189,6 @@ def find_source(
 
     Args:
         name: A URL or a path.
-        argument: What the name was given as, for messages.
         patterns: The names of the files that are needed.
         largest: Bytes of a file that is fetched; larger ones are stand-ins.
         ranged: Endings of other files that are stand-ins.
@@ -203,7 +203,7 @@ def find_source(
     copy = WorkingCopy.from_url(url, "read")
     objects = list_objects(url)
     if not objects:
-        raise ValueError(f"{argument}: there is nothing at {url}")
+        raise ValueError(f"there is nothing at {url}")
     _refuse_incomplete(url, objects)
     objects = _drop_unfinished(objects)
     wanted: dict[str, StoredObject] = {}
@@ -564,9 +564,13 @@ def _push(copy: WorkingCopy, *, at_once: bool) -> None:
     for name in objects:
         if name not in files and not _is_hidden(name) and (owns_all or name in record):
             stale.append(name)
-    is_marked = at_once and bool(changed or stale)
-    if is_marked:
-        write_object(copy.remote(INCOMPLETE), b"")
+    marks: set[str] = set()
+    for name in (*changed, *stale):
+        folder = "." if at_once else _find_model(name, files)
+        if folder is not None:
+            marks.add(str(PurePosixPath(folder, INCOMPLETE)))
+    for mark in sorted(marks):
+        write_object(copy.remote(mark), b"")
 
     # What describes the files goes before they are replaced, and comes when all of them have.
     replaced = {PurePosixPath(name).parent for name in changed if not _rank(name)}
@@ -583,8 +587,21 @@ def _push(copy: WorkingCopy, *, at_once: bool) -> None:
         remove_object(copy.remote(name))
         record.pop(name, None)
     copy.write_record(record)
-    if is_marked or (at_once and INCOMPLETE in objects):
-        remove_object(copy.remote(INCOMPLETE))
+    marks.update(name for name in objects if PurePosixPath(name).name == INCOMPLETE)
+    for mark in sorted(marks):
+        remove_object(copy.remote(mark))
+
+
+def _find_model(name: str, files: Sequence[str]) -> str | None:
+    """Returns the folder of a model that a file within a run belongs to, such as "hf"; None for other
+    files, and for those of checkpoints, which their states complete.
+    """
+    for folder in PurePosixPath(name).parents:
+        if str(folder / STATE) in files:
+            return None
+        if str(folder) != "." and any(str(folder / config) in files for config in CONFIGS):
+            return str(folder)
+    return None
 
 
 def push_files(prefix: Path, endings: Sequence[str]) -> None:
@@ -641,6 +658,9 @@ def writing(name: str | os.PathLike[str]) -> Generator[Path]:
     """Yields the folder to write: that of a path, or the local copy of a URL, which is sent at the
     end.
     """
+    if find_url(name) is None:
+        yield Path(name)
+        return
     folder = find_work(name)
     pull(folder)
     yield folder

@@ -386,7 +386,7 @@ class FinetuningArguments(TrainingArguments):
         """
         for name in ("train_file", "validation_file", "test_file"):
             path = getattr(self, name)
-            if path is None or find_source(path, name) is not None:
+            if path is None or find_source(path) is not None:
                 continue
             if not Path(path).exists() and not Path(f"{path}.source").exists():
                 raise ValueError(f"{name} {path} does not exist")

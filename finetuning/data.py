@@ -103,7 +103,7 @@ class FinetuningData:
         for path in (chosen.train_file, chosen.validation_file, chosen.test_file):
             if path is None:
                 continue
-            record = first_record(find_source(path, "input") or Path(path))
+            record = first_record(find_source(path) or Path(path))
             if record:
                 return keys.from_record(record, chosen.columns)
         raise ValueError(
@@ -239,7 +239,7 @@ class FinetuningData:
         Raises:
             ValueError: A record is bad, or has a label that the model does not have.
         """
-        local = str(find_source(path, "input") or path)
+        local = str(find_source(path) or path)
         records = _select_first(self._read(local), most)
         if self.labels is not None:
             for number in range(len(records)):

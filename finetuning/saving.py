@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder_files import GENERATION_CONFIG, STATE, replace_saved_model
 from ..data.tokenizers.tokenizer import check_saved_copy
-from ..files.working_copies import find_source
+from ..files.working_copies import WorkingCopy, find_source, name_urls
 from ..models.generation.generation_config import TOKENS, GenerationConfig
 from ..models.lora import save_adapter
 from ..trainer.launch.rank_process import mark_run_as_begun
@@ -34,7 +35,7 @@ def check_run(arguments: FinetuningArguments) -> None:
         reads = (arguments.model_name_or_path, arguments.load_dir, *texts)
         folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
     if arguments.load_dir is not None:
-        path = find_source(arguments.load_dir, "load_dir") or Path(arguments.load_dir)
+        path = find_source(arguments.load_dir) or Path(arguments.load_dir)
         if not RunFolder(path).steps() and not (path / STATE).exists():
             raise ValueError(f"load_dir {path} holds no checkpoint")
 
@@ -103,7 +104,7 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
     on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
     adapted = getattr(model, "lora", None)
     if adapted is not None:
-        save_adapter(model, partial, str(source.folder.resolve()))
+        save_adapter(model, partial, name_urls(str(source.folder.resolve())))
     elif source.native:
         model.save_pretrained(partial)
     else:
@@ -134,3 +135,30 @@ def check_destination(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not holds_model:
         raise ValueError(f"{folder} holds files other than a model; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def sending_run(folder: Path) -> Generator[None]:
+    """Sends what is written into a run's folder after the run, if it is the local copy of one in an
+    object store. Collective.
+
+    Raises:
+        ValueError: Another run uses the folder.
+    """
+    if WorkingCopy.find_whole(folder) is None:
+        yield
+        return
+    taken: list[Path] = []  # empty on the other ranks
+
+    def take() -> None:
+        take_folder(folder)
+        taken.append(folder)
+
+    on_first_rank(take)
+    try:
+        yield
+    except BaseException:
+        for path in taken:
+            return_folder(path, send=False)
+        raise
+    on_first_rank(lambda: return_folder(folder))

@@ -69,7 +69,7 @@ def _infer_task(arguments: FinetuningArguments, source: ModelSource, fitting: Se
     """Returns the task that the first record of the training file is for."""
     if arguments.train_file is None:
         return fitting[0]
-    path = find_source(arguments.train_file, "train_file") or Path(arguments.train_file)
+    path = find_source(arguments.train_file) or Path(arguments.train_file)
     record = first_record(path)
     if {"question", "context", "answers"} <= record.keys() or isinstance(record.get("data"), list):
         return "question-answering"

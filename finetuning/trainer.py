@@ -15,6 +15,7 @@ from torch import nn
 
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..files.working_copies import find_work, name_urls, pull, push
 from ..models.huggingface import CRF_NOTE
 from ..models.loading import check_stored_model, missing_modules
 from ..models.lora import list_stored_modules, merge_lora
@@ -65,7 +66,7 @@ from .preference.data import PreferenceCollate
 from .preference.objective import WITH_REFERENCE, PreferenceObjective, RewardObjective
 from .ranking.data import RankingCollate, count_documents
 from .ranking.objective import RankingObjective
-from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
+from .saving import check_run, open_run, save_whole, sending_run, tokenizer_folder, write_companions
 from .soft_prompt import (
     add_prompt,
     initial_rows,
@@ -582,7 +583,7 @@ class Trainer(BaseTrainer):
 
     def save_model(self, folder: str | Path | None = None, *, merge_adapter: bool = False) -> Path:
         """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and
-        returns its path.
+        returns its path; of the URL of one in an object store, that of its local copy.
 
         With LoRA only the added weights are written, as peft does; a soft prompt is written beside
         the unchanged weights. This class loads both as model_name_or_path.
@@ -597,11 +598,21 @@ class Trainer(BaseTrainer):
         if merges:
             merge_lora(self.model)
         if folder is not None:
-            path = Path(folder)
+            path = find_work(folder)
+            on_first_rank(lambda: pull(path))
+            self._write_model(path)
+            on_first_rank(lambda: push(path))
         elif self._has_run:
             path = self.run_folder.hf
+            with sending_run(self.run_folder.path):
+                self._write_model(path)
         else:
             raise ValueError("there is no run yet: name the folder to save the model in")
+        if self._has_crf():
+            self.console.print(f"{name_urls(str(path))}: {CRF_NOTE}")
+        return path
+
+    def _write_model(self, path: Path) -> None:
         scratch = path.with_name(f".{path.name}.tokenizer")
         on_first_rank(lambda: self._write_companions(scratch))
         with without_prompt(self.model):
@@ -615,9 +626,6 @@ class Trainer(BaseTrainer):
                 save_prompt(self._prompt, tokens, first_id, path)
 
         on_first_rank(finish)
-        if self._has_crf():
-            self.console.print(f"{path}: {CRF_NOTE}")
-        return path
 
     def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
         """Adds a soft prompt: its tokens, numbered from `first_id`, and their vectors, [T, H]."""

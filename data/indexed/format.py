@@ -62,7 +62,7 @@ def find_pair(prefix: str | Path) -> Path | None:
             continue
         folder, _, stem = candidate.rpartition("/")
         files = [f"{stem}{ending}" for ending in (".bin", ".idx", ".meta.json")]
-        found = find_source(folder, "data", (*files, *TOKENIZER_FILES), ranged=(".bin",))
+        found = find_source(folder, (*files, *TOKENIZER_FILES), ranged=(".bin",))
         return found / stem if found is not None else None
     return None
 

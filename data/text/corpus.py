@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...files.working_copies import find_source, writing
 from ..indexed.dataset import IndexedDataset
 from ..indexed.format import bin_path, dtype_for_vocabulary, find_pair, idx_path
 from ..indexed.merge import split_dataset
@@ -121,6 +122,8 @@ def prepare_corpus(
     are skipped; the result has their number and describes the first ones.
 
     Args:
+        output_dir: A folder, or the URL of one in an object store, of which the result names the
+            local copy.
         source: Text file, folder, JSON lines, parquet, a list of those, None for the Python
             standard library, or the prefix of a `.bin/.idx` pair with its tokenizer beside it
             (`tokenizer/` or `tokenizer.json`).
@@ -144,7 +147,8 @@ def prepare_corpus(
         seed,
         progress,
     )
-    return _prepare(source, Path(output_dir), settings)
+    with writing(output_dir) as output:
+        return _prepare(source, output, settings)
 
 
 def prepare_corpora(
@@ -159,18 +163,18 @@ def prepare_corpora(
     are in `output_dir`.
     """
     sources = [source for source, _ in mixture]
-    output = Path(output_dir)
     if len(sources) == 1:
-        return [prepare_corpus(sources[0], output, **options)]
+        return [prepare_corpus(sources[0], output_dir, **options)]
     tokenizer = _resolve_tokenizer(options.get("tokenizer", TOKENIZER_KINDS[0]))
     settings = _CorpusSettings(**{**options, "tokenizer": tokenizer})
-    if isinstance(tokenizer, str):
-        shared = _find_shared_tokenizer(sources, output, settings)
-        settings = replace(settings, tokenizer=shared)
-    return [
-        _prepare(source, output / f"part_{number}", settings)
-        for number, source in enumerate(sources)
-    ]
+    with writing(output_dir) as output:
+        if isinstance(tokenizer, str):
+            shared = _find_shared_tokenizer(sources, output, settings)
+            settings = replace(settings, tokenizer=shared)
+        return [
+            _prepare(source, output / f"part_{number}", settings)
+            for number, source in enumerate(sources)
+        ]
 
 
 def _find_shared_tokenizer(
@@ -204,7 +208,7 @@ def _resolve_tokenizer(tokenizer: str | Path | Tokenizer) -> TokenizerKind | Tok
             return kind
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
-    if Path(tokenizer).exists():
+    if find_source(tokenizer) is not None or Path(tokenizer).exists():
         return load_tokenizer(tokenizer)
     raise ValueError(
         f"tokenizer {tokenizer} is neither a file or folder nor one of the kinds that can be "

@@ -79,7 +79,7 @@ def _find_text(name: str | Path) -> Path:
     """Returns the path of a source; of a URL that of a local copy, whose large files are read from
     the store.
     """
-    return find_source(name, "input", largest=LARGEST_FETCHED) or Path(name)
+    return find_source(name, largest=LARGEST_FETCHED) or Path(name)
 
 
 def is_arrow_folder(path: Path) -> bool:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ...files.strict_json import read_json_object
-from .files import check_tokenizer_file, check_tokenizer_folder, library_errors, remove_tokenizer
+from ...files.working_copies import find_source, writing
+from .files import (
+    TOKENIZER_FILES,
+    check_tokenizer_file,
+    check_tokenizer_folder,
+    library_errors,
+    remove_tokenizer,
+)
 from .sentencepiece_model import BPE, SentencePieceModel
 
 SPECIAL_NAMES = (
@@ -440,12 +447,12 @@ class TransformersTokenizer(Tokenizer):
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer from a `tokenizer.json`, a SentencePiece `.model`, BERT's `vocab.txt`, or a
-    folder with one; downloads nothing.
+    folder with one, which may be the URL of one in an object store; downloads nothing from the Hub.
 
     A `vocab.txt` without a `tokenizer_config.json` beside it is a vocabulary of lower-case words if
     it has no capital letter.
     """
-    path = Path(path)
+    path = find_source(path, (*TOKENIZER_FILES, "config.json")) or Path(path)
     if path.is_dir():
         check_tokenizer_folder(path)
     if path.is_file():
@@ -474,8 +481,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Writes a tokenizer and the tokens added to it, so that `load_tokenizer` and transformers read
-    them.
+    """Writes a tokenizer and the tokens added to it into a folder, or at the URL of one in an object
+    store, so that `load_tokenizer` and transformers read them.
 
     The files of a tokenizer to which nothing was added are copied unchanged, unless transformers
     would make another tokenizer of them. Another tokenizer in the folder is replaced.
@@ -483,12 +490,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     Raises:
         ValueError: The folder's readers would encode text in another way than the tokenizer does.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve() not in (tokenizer.path.resolve(), tokenizer.path.resolve().parent):
-        remove_tokenizer(folder)
-    tokenizer.save(folder)
-    check_readers(tokenizer, folder)
+    with writing(folder) as work:
+        work.mkdir(parents=True, exist_ok=True)
+        if work.resolve() not in (tokenizer.path.resolve(), tokenizer.path.resolve().parent):
+            remove_tokenizer(work)
+        tokenizer.save(work)
+        check_readers(tokenizer, work)
 
 
 def check_readers(tokenizer: Tokenizer, folder: Path, texts: Sequence[str] = ()) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from ...files.working_copies import writing
 from .files import remove_tokenizer
 from .glm_tokens import DEFAULT_VOCABULARY, TOKEN_NAMES, glm_tokenizer
 from .sentinels import T5_SENTINELS
@@ -52,7 +53,9 @@ BERT_TOKENS = {
 def train_tokenizer(
     kind: TokenizerKind, documents: Iterable[str], vocab_size: int, output_dir: str | Path
 ) -> Tokenizer:
-    """Trains a tokenizer of a family's kind and saves it; see the function of each kind."""
+    """Trains a tokenizer of a family's kind and saves it in a folder, or at the URL of one in an
+    object store; see the function of each kind.
+    """
     trainers = {
         "bpe": train_byte_level_bpe,
         "roberta-bpe": train_roberta_bpe,
@@ -66,7 +69,8 @@ def train_tokenizer(
         raise ValueError(
             f"no tokenizer of the kind {kind!r} can be trained; use one of {', '.join(trainers)}"
         )
-    return trainers[kind](documents, vocab_size, output_dir)
+    with writing(output_dir) as folder:
+        return trainers[kind](documents, vocab_size, folder)
 
 
 def train_byte_level_bpe(

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from shardzoo.cli.main import main
-from shardzoo.data import IndexedDataset, TextStream, load_tokenizer, parse_mixture
+from shardzoo.data import (
+    IndexedDataset,
+    TextStream,
+    load_tokenizer,
+    parse_mixture,
+    prepare_corpora,
+    prepare_corpus,
+    save_tokenizer,
+)
 from shardzoo.data.indexed import ranged_tokens
 from shardzoo.data.text import sources
 from shardzoo.data.text.documents import iter_documents
@@ -94,11 +102,45 @@ def test_pairs_are_prepared_and_read(memory_bucket, lines, ranged, tmp_path, cap
     np.testing.assert_array_equal(there.last_tokens(), here.last_tokens())
 
 
+def test_corpora_are_prepared_by_a_call(memory_bucket, lines, tmp_path):
+    write_object(f"{memory_bucket}/corpus.jsonl", lines)
+    (tmp_path / "corpus.jsonl").write_bytes(lines)
+    here = prepare_corpus(tmp_path / "corpus.jsonl", tmp_path / "corpus", vocab_size=300)
+    url = f"{memory_bucket}/corpus"
+    there = prepare_corpus(f"{memory_bucket}/corpus.jsonl", url, vocab_size=300)
+    stored = list_objects(url)
+    for part in ("train", "valid"):
+        for ending in ("bin", "idx"):
+            wanted = (tmp_path / "corpus" / f"{part}.{ending}").read_bytes()
+            assert read_object(f"{url}/{part}.{ending}") == wanted
+        tokens = np.asarray(IndexedDataset(f"{url}/{part}").tokens)
+        np.testing.assert_array_equal(tokens, IndexedDataset(tmp_path / "corpus" / part).tokens)
+    assert there.vocab_size == here.vocab_size
+    assert len(IndexedDataset(there.train_prefix)) == len(IndexedDataset(here.train_prefix))
+
+    # It is found again. Its tokenizer may be read, and written elsewhere.
+    prepare_corpus(f"{memory_bucket}/corpus.jsonl", url, vocab_size=300)
+    assert list_objects(url) == stored
+    tokenizer = load_tokenizer(f"{url}/tokenizer")
+    assert load_tokenizer(f"{url}/tokenizer/tokenizer.json").encode("one") == tokenizer.encode(
+        "one"
+    )
+    save_tokenizer(tokenizer, f"{memory_bucket}/tokenizer")
+    mixture = [(f"{memory_bucket}/corpus.jsonl", 0.5), (tmp_path / "corpus.jsonl", 0.5)]
+    options = {"tokenizer": f"{memory_bucket}/tokenizer"}
+    prepare_corpora(mixture, f"{memory_bucket}/mixture", **options)
+    for part in ("part_0", "part_1"):
+        found = IndexedDataset(f"{memory_bucket}/mixture/{part}/train")
+        np.testing.assert_array_equal(
+            np.asarray(found.tokens), IndexedDataset(here.train_prefix).tokens
+        )
+
+
 def test_a_pair_without_its_index_is_none(memory_bucket, lines, tmp_path):
     write_object(f"{memory_bucket}/corpus.jsonl", lines)
     words = ["data", "train-tokenizer", "--input", f"{memory_bucket}/corpus.jsonl"]
     assert main([*words, "--output", f"{memory_bucket}/tokenizer", "--vocab-size", "300"]) == 0
-    assert load_tokenizer(working_copies.find_source(f"{memory_bucket}/tokenizer", "t")).vocab_size
+    assert load_tokenizer(working_copies.find_source(f"{memory_bucket}/tokenizer")).vocab_size
     write_object(f"{memory_bucket}/cut.bin", b"12")
     with pytest.raises(FileNotFoundError, match="an indexed dataset is a"):
         IndexedDataset(f"{memory_bucket}/cut")

@@ -137,7 +137,7 @@ def look_at(url: str, wanted: dict[str, bytes]) -> str:
     from shardzoo.convert.operations import Options
 
     try:
-        copy = find_source(url, "path")
+        copy = find_source(url)
     except ValueError as error:
         if "there is nothing at" in str(error):
             return "nothing"

@@ -159,7 +159,7 @@ def test_stand_ins_hold_nothing_that_another_reader_would_take(memory_bucket, gp
     from safetensors import SafetensorError, safe_open
 
     merge(gpt2_folder, f"{memory_bucket}/hf")
-    folder = find_source(f"{memory_bucket}/hf", "path")
+    folder = find_source(f"{memory_bucket}/hf")
     stand_in = folder / "model.safetensors"
     assert find_stand_in(stand_in) is not None
     shardzoo.from_pretrained(f"{memory_bucket}/hf")
@@ -176,7 +176,7 @@ def test_local_copies_follow_the_store(memory_bucket, gpt2_folder):
     split(gpt2_folder, url, 4)
     shardzoo.from_pretrained(url)
     split(gpt2_folder, url, 2, Options(overwrite=True))
-    folder = find_source(url, "path")
+    folder = find_source(url)
     assert not (folder / "rank_03.safetensors").exists()
     shardzoo.from_pretrained(url)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,21 @@ def test_urls_are_told_from_paths(name, url):
     assert find_url(name) == url
 
 
-def test_urls_of_no_store_are_refused():
-    with pytest.raises(ValueError, match="ftp:// is no store that can be read; use s3://, gs://"):
-        find_url("ftp://host/file")
+@pytest.mark.parametrize(
+    "name", ["s4://bucket/model", Path("s4://bucket/model"), "s4:/bucket/model"]
+)
+def test_urls_of_no_store_are_refused(name, tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"^s4://bucket/model: there is no store s4://; use s3://, gs://"
+    ):
+        find_url(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s4:").mkdir()
+    if "://" not in str(name):  # There may be a folder of that name.
+        assert find_url(name) is None
+
+
+def test_a_url_names_a_bucket():
     with pytest.raises(ValueError, match="names no bucket"):
         find_url("s3://")
 
@@ -65,9 +78,11 @@ def test_objects_of_a_folder(bucket):
         read_range(f"{bucket}/model/none", 0, 1)
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"needs the package gcsfs: pip install 'shardzoo\[gcs\]'"):
-        list_objects("gs://bucket/model")
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"), [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure")]
+)
+def test_a_missing_package_is_named(scheme, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    wanted = rf"needs the package {package}: pip install 'shardzoo\[{extra}\]'"
+    with pytest.raises(ValueError, match=wanted):
+        list_objects(f"{scheme}://bucket/model")

@@ -15,6 +15,7 @@ from store_runs import train
 import shardzoo
 from shardzoo.convert.operations import merge
 from shardzoo.data.indexed.writer import IndexedDatasetWriter
+from shardzoo.files import working_copies
 from shardzoo.files.object_store import (
     find_object,
     list_objects,
@@ -118,6 +119,64 @@ def test_a_model_that_is_written_into_a_run_is_sent_with_the_run(memory_bucket, 
     return_folder(folder)
     sent = {name.split("/")[1] for name in list_objects(memory_bucket)}
     assert sent == {"metrics.jsonl", "hf", "again", "data"}
+
+
+def test_a_finetuned_model_is_sent(memory_bucket, gpt2_folder, tmp_path):
+    from tiny_models import save_model
+
+    from shardzoo import finetuning
+
+    save_model(tmp_path / "gpt2", "GPT2LMHeadModel", "gpt2")
+    (tmp_path / "text.txt").write_text("a few words of a text that is long enough\n\n" * 20)
+    url = f"{memory_bucket}/run"
+    trainer = finetuning.Trainer(
+        model_name_or_path=str(tmp_path / "gpt2"),
+        train_file=str(tmp_path / "text.txt"),
+        block_size=32,
+        train_steps=1,
+        output_dir=url,
+        report_to="none",
+    )
+    trainer.train(valid=False)
+    trainer.save_model()
+    names = list_objects(f"{url}/hf")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names.keys()
+    assert ".run.lock" not in list_objects(url)
+    trainer.save_model(f"{memory_bucket}/elsewhere")
+    trainer.save_model(tmp_path / "here")
+    assert list_objects(f"{memory_bucket}/elsewhere").keys() == names.keys()
+    for name in names:
+        wanted = (tmp_path / "here" / name).read_bytes()
+        assert read_object(f"{url}/hf/{name}") == wanted, name
+        assert read_object(f"{memory_bucket}/elsewhere/{name}") == wanted, name
+    shardzoo.from_pretrained(f"{url}/hf")
+
+
+def test_a_model_within_a_run_is_read_only_when_it_is_complete(
+    memory_bucket, gpt2_folder, monkeypatch
+):
+    url = f"{memory_bucket}/run"
+    folder = find_work(url)
+    take_folder(folder)
+    merge(gpt2_folder, folder / "hf")
+    refused: list[str] = []
+    upload = working_copies.upload
+
+    def read_meanwhile(path, target):
+        with pytest.raises(ValueError, match=r"is not complete|there is nothing at"):
+            shardzoo.from_pretrained(f"{url}/hf")
+        refused.append(target)
+        upload(path, target)
+
+    monkeypatch.setattr(working_copies, "upload", read_meanwhile)
+    return_folder(folder)
+    assert len(refused) >= 2
+    shardzoo.from_pretrained(f"{url}/hf")
+    # A mark that was left by a run that was killed goes when the folder is complete.
+    write_object(f"{url}/hf/{working_copies.INCOMPLETE}", b"")
+    take_folder(folder)
+    return_folder(folder)
+    shardzoo.from_pretrained(f"{url}/hf")
 
 
 def test_one_run_at_a_time_uses_a_folder(memory_bucket, monkeypatch, tmp_path):

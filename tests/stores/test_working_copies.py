@@ -87,7 +87,7 @@ def test_a_checkpoint_without_its_state_is_not_seen(memory_bucket):
     url = f"{memory_bucket}/run"
     write_object(f"{url}/checkpoints/step-000002/trainer_state.json", b"{}")
     write_object(f"{url}/checkpoints/step-000004/rank_00.safetensors", b"a part")
-    folder = find_source(url, "path")
+    folder = find_source(url)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
 
 

@@ -108,7 +108,7 @@ def _find_load_dir(load_dir: str | Path, run_folder: RunFolder) -> Path:
     own = locate(run_folder.path)
     if place.is_relative_to(own):
         return run_folder.path / place.relative_to(own)
-    return find_source(load_dir, "load_dir") or Path(load_dir)
+    return find_source(load_dir) or Path(load_dir)
 
 
 def _prepare_folder(
