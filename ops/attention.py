@@ -633,12 +633,17 @@ def _prepare(q, k, v, *rules):
     )
 
 
-def _prepare_compiled(*arguments):
-    return _without_cap(_prepare(*arguments), arguments)
+def _prepare_compiled(q, k, v, bias, *others):
+    return _without_cap(_prepare(q, k, v, _widen(bias), *others), others)
 
 
-def _prepare_backward_compiled(*arguments):
-    return _without_cap(_prepare_backward(*arguments), arguments)
+def _prepare_backward_compiled(grad, out, lse, q, k, v, bias, *others):
+    return _without_cap(_prepare_backward(grad, out, lse, q, k, v, _widen(bias), *others), others)
+
+
+def _widen(bias):
+    """Returns a 16-bit bias in fp32, as the C++ kernels read it."""
+    return bias.float() if bias is not None and bias.itemsize == 2 else bias
 
 
 def _without_cap(prepared, arguments):
@@ -666,11 +671,11 @@ def _make_rows_dense(*tensors):
 
 
 def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
-    """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has
-    stride 0.
+    """Returns the mask with all dimensions, of which a broadcast one has stride 0, and the other
+    tensors dense, integers as int64.
     """
     return (
-        None if relative_bias is None else relative_bias.float().contiguous(),
+        None if relative_bias is None else relative_bias.contiguous(),
         None if mask is None else mask.expand(*q.shape[:3], k.shape[2]),
         *[
             None if x is None else x.to(torch.int64).contiguous()

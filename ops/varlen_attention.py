@@ -256,7 +256,7 @@ def _prepare(q, k, v, query_starts, key_starts, relative_bias, keys, *settings):
         v,
         query_starts.contiguous(),
         key_starts.contiguous(),
-        None if relative_bias is None else relative_bias.float().contiguous(),
+        None if relative_bias is None else relative_bias.contiguous(),
         keys,
         *settings,
     )

@@ -15,6 +15,7 @@ fp32; factors of a product are rounded to the dtype of q.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ from triton.runtime import driver
 from ..device import is_for_amd
 from ..dropout_mask import dropout_threshold
 from ..registration import contiguous
-from .common import ceil_div, is_kept, row_key
-from .launching import launch
+from .common import ceil_div, is_kept, next_power_of_2, row_key
+from .launching import describe, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -56,7 +57,7 @@ class CallSizes(NamedTuple):
 
 
 class KernelRules(NamedTuple):
-    """What applies to the scores.
+    """What applies to the scores: tensors first, then numbers.
 
     A rule that does not apply is None, which a kernel knows when it is compiled. `bias_stride` is the
     number of distances of a head's bias, `bias_center` the place of distance 0. `query_starts` and
@@ -65,21 +66,43 @@ class KernelRules(NamedTuple):
     """
 
     bias: torch.Tensor | None
-    bias_stride: int
-    bias_center: int
     mask: torch.Tensor | None
-    mask_strides: tuple[int, ...] | None
     prefix: torch.Tensor | None
     lengths: torch.Tensor | None
     sample_keys: torch.Tensor | None
+    query_starts: torch.Tensor | None
+    key_starts: torch.Tensor | None
+    bias_stride: int
+    bias_center: int
+    mask_strides: tuple[int, ...] | None
     scale: float
     softcap: float | None
     keep_scale: float
     threshold: int
     first_head: int
     first_row: int
-    query_starts: torch.Tensor | None
-    key_starts: torch.Tensor | None
+
+
+# The number of rules that are tensors.
+TENSOR_RULES = KernelRules._fields.index("bias_stride")
+
+
+class Call(NamedTuple):
+    """What the kernels of a call have in common.
+
+    Attributes:
+        inputs: The tensors that kernels read, the strided ones [B, N, S, D] first: q, k, v, and the
+            output, or its gradient and the output.
+        strides: Those of B, N and S of the strided tensors; that of D is 1.
+        description: What Triton compiles for all of this depends on; see `describe`.
+    """
+
+    inputs: tuple[torch.Tensor | None, ...]
+    strides: tuple[tuple[int, ...], ...]
+    sizes: CallSizes
+    rules: KernelRules
+    causal: bool
+    description: tuple[Any, ...]
 
 
 @triton.jit
@@ -738,25 +761,25 @@ def bias_gradient(
 LARGE = TileShape(64, 32, 8, 2)
 SMALL = TileShape(16, 16, 4, 1)
 TILES = {
-    forward: {
+    "forward": {
         128: TileShape(128, 64, 8, 2),
         256: TileShape(128, 32, 8, 2),
         512: TileShape(32, 32, 4, 1),
         1024: SMALL,
     },
-    query_gradient: {
+    "query_gradient": {
         128: TileShape(128, 32, 8, 2),
         256: LARGE,
         512: TileShape(32, 32, 8, 1),
         1024: SMALL,
     },
-    key_gradient: {
+    "key_gradient": {
         128: TileShape(32, 64, 4, 1),
         256: LARGE,
         512: TileShape(32, 32, 8, 1),
         1024: SMALL,
     },
-    bias_gradient: {
+    "bias_gradient": {
         128: TileShape(32, 32, 8, 2),
         256: TileShape(32, 32, 8, 1),
         512: TileShape(16, 16, 8, 1),
@@ -767,22 +790,22 @@ TILES = {
 # group of warps (wgmma); with two stages, queries are copied while others are multiplied. On sm_80
 # these tiles would spill.
 HOPPER_TILES = {
-    forward: {256: TileShape(128, 64, 8, 2)},
-    query_gradient: {256: TileShape(128, 64, 8, 2)},
-    key_gradient: {128: TileShape(32, 128, 8, 2), 256: TileShape(16, 128, 8, 2)},
+    "forward": {256: TileShape(128, 64, 8, 2)},
+    "query_gradient": {256: TileShape(128, 64, 8, 2)},
+    "key_gradient": {128: TileShape(32, 128, 8, 2), 256: TileShape(16, 128, 8, 2)},
 }
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
-    forward: {512: TileShape(64, 32, 8, 1)},
-    key_gradient: {512: TileShape(32, 32, 8, 2)},
-    bias_gradient: {512: TileShape(16, 16, 8, 2)},
+    "forward": {512: TileShape(64, 32, 8, 1)},
+    "key_gradient": {512: TileShape(32, 32, 8, 2)},
+    "bias_gradient": {512: TileShape(16, 16, 8, 2)},
 }
 # The same for AMD's GPUs, whose warps have 64 lanes: a group of 4 has 512 registers in each.
 AMD_TILES = {
-    forward: {128: TileShape(128, 64, 4, 1)},
-    query_gradient: {256: TileShape(64, 32, 4, 1)},
-    key_gradient: {256: TileShape(32, 64, 4, 1), 512: TileShape(32, 32, 4, 1)},
-    bias_gradient: {512: SMALL},
+    "forward": {128: TileShape(128, 64, 4, 1)},
+    "query_gradient": {256: TileShape(64, 32, 4, 1)},
+    "key_gradient": {256: TileShape(32, 64, 4, 1), 512: TileShape(32, 32, 4, 1)},
+    "bias_gradient": {512: SMALL},
 }
 
 
@@ -791,43 +814,67 @@ def choose_tile(kernel, q: torch.Tensor, *, is_varlen: bool = False) -> TileShap
 
     Where samples begin takes registers, which the large tiles of heads of 128 do not leave.
     """
-    bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
-    size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
+    return _choose_tile(
+        kernel.__name__, q.shape[3], q.itemsize, is_varlen, q.device, _precision(q.device)
+    )
+
+
+@functools.cache
+def _choose_tile(
+    kernel: str, width: int, itemsize: int, is_varlen: bool, device: torch.device, precision: str
+) -> TileShape:
+    """Answers `choose_tile` once: to look for the target and to hash a kernel takes microseconds."""
+    bytes_of_row = next_power_of_2(width) * itemsize
+    size = max(bytes_of_row, 128) if itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
-    tables = _special_tiles(q)
-    lacks_registers = is_varlen and size == 256 and kernel is not key_gradient
+    tables = {} if precision == "interpreted" else _special_tiles(itemsize)
+    lacks_registers = is_varlen and size == 256 and kernel != "key_gradient"
     if tables is HOPPER_TILES and lacks_registers:
         tables = {}
     return tables.get(kernel, {}).get(size) or TILES[kernel][size]
 
 
-def _special_tiles(q: torch.Tensor) -> dict[Any, dict[int, TileShape]]:
-    """Returns where tiles differ from TILES on the GPU that a kernel is compiled for."""
-    if _precision(q.device) == "interpreted":
-        return {}
+def _special_tiles(itemsize: int) -> dict[str, dict[int, TileShape]]:
+    """Returns where tiles differ from TILES on the GPU that is the current one."""
     target = driver.active.get_current_target()
     if target.backend == "hip":
         return AMD_TILES
     if target.arch >= 90:
-        return HOPPER_TILES if q.itemsize == 2 else HOPPER_TILES_FP32
+        return HOPPER_TILES if itemsize == 2 else HOPPER_TILES_FP32
     return {}
 
 
-def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
-    """Runs a kernel on tensors [B, N, S, D] of any strides, and on others in row-major order."""
+def _describe_call(strided, others, sizes, rules, causal):
+    """Returns a `Call` on tensors [B, N, S, D] of any strides, and on others in row-major order."""
     strided = [x if x.stride(3) == 1 else x.contiguous() for x in strided]
-    width = strided[0].shape[3]
+    inputs = (*strided, *others)
+    strides = tuple([x.stride()[:3] for x in strided])
+    # A model has few different scales and rates, so the key of a kernel may depend on their values.
+    description = (
+        *describe((*inputs, *rules[:TENSOR_RULES])),
+        strides,
+        sizes,
+        rules[TENSOR_RULES:],
+    )
+    return Call(inputs, strides, sizes, rules, causal, description)
+
+
+def _launch(kernel, tile, programs, call, inputs, outputs, *numbers):
+    """Runs a kernel on inputs of a call, and on outputs in row-major order."""
+    width = inputs[0].shape[3]
     constants = {
-        "CAUSAL": causal,
-        "PRECISION": _precision(strided[0].device),
+        "CAUSAL": call.causal,
+        "PRECISION": _precision(inputs[0].device),
         "WIDTH": width,
-        "D": max(triton.next_power_of_2(width), 16),
+        "D": max(next_power_of_2(width), 16),
         "ROWS": tile.queries,
         "COLUMNS": tile.keys,
     }
-    strides = tuple([x.stride()[:3] for x in strided])
-    arguments = (*strided, *tensors, strides, sizes, rules)
-    launch(kernel, programs, arguments, constants, num_warps=tile.warps, num_stages=tile.stages)
+    arguments = (*inputs, *outputs, *numbers, call.strides, call.sizes, call.rules)
+    description = (call.description, *describe(outputs), *numbers)
+    launch(
+        kernel, programs, arguments, constants, description, num_warps=tile.warps, num_stages=tile.stages
+    )  # fmt: skip
 
 
 def _precision(device: torch.device) -> str:
@@ -847,14 +894,14 @@ def _call(
     """Returns the sizes and the rules of a call."""
     batch, heads, queries, _ = q.shape
     _, groups, total, _ = k.shape
-    strides = None if mask is None else mask.expand(batch, heads, queries, total).stride()
-    mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-    bias, prefix, lengths, keys = contiguous(bias, prefix, lengths, keys if dropout else None)
-    kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
+    strides = None
+    if mask is not None:
+        strides = mask.expand(batch, heads, queries, total).stride()
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     center = queries - 1
     rules = KernelRules(
-        bias, total + center, center, mask, strides, prefix, lengths, keys, scale, softcap or None, *kept,
-        first_head, first_row, None, None,
+        bias, mask, prefix, lengths, keys if dropout else None, None, None, total + center, center, strides, scale,
+        softcap or None, 1.0 / (1.0 - dropout), dropout_threshold(dropout), first_head, first_row,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, queries, total), rules
 
@@ -865,10 +912,9 @@ def _call_varlen(q, k, starts, bias, keys, longest, scale, causal, dropout, firs
     groups = k.shape[1]
     bias, keys = contiguous(bias, keys if dropout else None)
     stride = 0 if bias is None else bias.shape[1]
-    kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
     rules = KernelRules(
-        bias, stride, longest[0] - 1, None, None, None, None, keys, scale, None, *kept, first_head, 0,
-        *starts,
+        bias, None, None, None, keys, *starts, stride, longest[0] - 1, None, scale, None,
+        1.0 / (1.0 - dropout), dropout_threshold(dropout), first_head, 0,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, *longest), rules
 
@@ -914,38 +960,41 @@ def launch_varlen_backward(
 
 
 def _launch_forward(q, k, v, out, lse, batch, sizes, rules, causal):
+    call = _describe_call((q, k, v, out), (), sizes, rules, causal)
     tile = choose_tile(forward, q, is_varlen=rules.query_starts is not None)
     programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
-    _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, causal)
+    _launch(forward, tile, programs, call, call.inputs, (lse,))
 
 
 def _launch_backward(grad, out, lse, q, k, v, grads, batch, sizes, rules, causal):
     grad_q, grad_k, grad_v, grad_bias = grads
-    call = ((q, k, v, grad), sizes, rules, causal)
-    statistics = (
-        lse,
-        torch.empty_like(lse),
-        None if rules.sample_keys is None else lse.new_empty(lse.shape, dtype=torch.int64),
-    )
+    delta = torch.empty_like(lse)
+    row_keys = None
+    if rules.sample_keys is not None:
+        row_keys = lse.new_empty(lse.shape, dtype=torch.int64)
+    call = _describe_call((q, k, v, grad, out), (lse, delta, row_keys), sizes, rules, causal)
     tile = choose_tile(query_gradient, q, is_varlen=rules.query_starts is not None)
     programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
-    _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
+    _launch(query_gradient, tile, programs, call, call.inputs, (grad_q,))
+    q, k, v, grad, _, *statistics = call.inputs
+    inputs = (q, k, v, grad, *statistics)
     tile = choose_tile(key_gradient, q)
     has_both = rules.bias is not None and rules.mask is not None
-    if has_both and tile == HOPPER_TILES[key_gradient][128]:
+    if has_both and tile == HOPPER_TILES["key_gradient"][128]:
         tile = tile._replace(queries=16)  # with both, 32 queries need more registers than there are
     programs = batch * k.shape[1] * ceil_div(sizes.keys, tile.keys)
-    _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
+    _launch(key_gradient, tile, programs, call, inputs, (grad_k, grad_v))
     if rules.bias is not None:
-        grad_bias.copy_(_bias_gradient(q, batch, statistics, call))
+        grad_bias.copy_(_bias_gradient(batch, call, inputs))
 
 
-def _bias_gradient(q, batch, statistics, call):
+def _bias_gradient(batch, call, inputs):
     """Returns the gradient of the relative bias in fp32.
 
     The samples are shared out by their number and size alone.
     """
-    sizes = call[1]
+    sizes = call.sizes
+    q = inputs[0]
     tile = choose_tile(bias_gradient, q)
     walks = sizes.heads * (
         ceil_div(sizes.queries, tile.queries) + ceil_div(sizes.keys, tile.keys) - 1
@@ -954,5 +1003,5 @@ def _bias_gradient(q, batch, statistics, call):
     parts = ceil_div(batch, share)
     distances = sizes.queries + sizes.keys - 1
     partial = q.new_zeros(2 * parts, sizes.heads, distances, dtype=torch.float32)
-    _launch(bias_gradient, tile, walks * parts, (*statistics, partial, batch, share), *call)
+    _launch(bias_gradient, tile, walks * parts, call, inputs, (partial,), batch, share)
     return partial.sum(0)

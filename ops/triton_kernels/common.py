@@ -15,9 +15,17 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """Returns the smallest power of two that is at least n >= 1.
+
+    Triton's own function takes as long as a launch: it is one that kernels may call as well.
+    """
+    return 1 << (n - 1).bit_length()
+
+
 def choose_block(columns: int) -> int:
     """Returns the smallest power of two that holds a row."""
-    return triton.next_power_of_2(columns)
+    return next_power_of_2(columns)
 
 
 def choose_warps(block: int) -> int:

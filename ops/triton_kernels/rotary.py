@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .common import next_power_of_2
 from .launching import launch
 
 HEADS = 8  # of a tile
@@ -117,8 +118,8 @@ def launch_rotation(q, k, cos, sin, interleaved, inverse, turned_q, turned_k):
     sizes = (q_heads, k.shape[1], length, size, rotated)
     constants = {
         "INTERLEAVED": interleaved,
-        "PAIRS": triton.next_power_of_2(max(rotated // 2, 1)),
-        "REST": triton.next_power_of_2(rest) if rest else 0,
+        "PAIRS": next_power_of_2(max(rotated // 2, 1)),
+        "REST": next_power_of_2(rest) if rest else 0,
         "HEADS": HEADS,
     }
     # A fused multiplication and addition would not round the product.

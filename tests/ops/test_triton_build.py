@@ -100,6 +100,7 @@ def compile_for(arch):
     driver.set_active(SimpleNamespace(
         get_current_device=lambda: arch, get_current_stream=lambda device: 0,
         get_current_target=lambda: target))
+    attention._choose_tile.cache_clear()  # of another device
 """
 COMPILE_ATTENTION = """
 for arch, width, dtype, everything in json.loads(sys.argv[1]):
