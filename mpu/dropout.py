@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
-from ..ops.device import records_graph
+from ..ops.device import is_recording, records_graph
 from ..ops.dropout_mask import keys_from_row, send_use_keys
 from ..ops.registration import LIBRARY
 from .division import find_first_unit
@@ -202,6 +202,9 @@ class DropoutState:
         if name in tables:
             return tables[name][row]
         uses = known.on_devices.get(device)
+        if uses is None and is_recording(device):
+            # A graph that sends the keys would read the host's memory anew whenever it runs.
+            return dropout_keys(use_key(seed, site, count), *name)
         if uses is None:
             uses = send_use_keys([use_key(seed, *use) for use in known.rows], device)
             if _outlives_mode(uses):

@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -133,6 +134,9 @@ def record_graph(device: torch.device, function: Callable[[], T]) -> tuple[Calla
     Raises RuntimeError if something in the function cannot be recorded: the host waits for the
     device.
     """
+    # Autograd adds a gradient on the stream where its parameter was first used in a graph of autograd
+    # that is still alive. One in a cycle of references would draw another stream into the recording.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     # Triton loads a kernel when it first runs, and PyTorch allocates pinned memory. Neither queues
     # anything, but the stricter modes refuse both.

@@ -6,13 +6,16 @@ call. What differs between steps is therefore in tensors that keep their place, 
 before the graph runs: the micro-batches, the number of the first sample (dropout's masks depend on
 it), the numbers of targets, the rates, and whether an earlier update was skipped.
 
-The first steps run without a graph: they make the optimizer's states, and show which uses of dropout
-a step has. A step whose micro-batches have other shapes than the recorded ones runs without it too.
+The first step runs without a graph: it makes the optimizer's states, and shows which uses of dropout a
+step has. The second is a rehearsal: it does what is recorded afterwards, so that each kernel has been
+compiled and loaded. A step whose micro-batches have other shapes than the recorded ones runs without a
+graph too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +30,8 @@ from .engines.engine import Engine, ForwardStep
 from .engines.torch_engine import TorchEngine
 from .logging.expert_load import find_token_masks
 
-# Steps before the one that is recorded.
-EAGER_STEPS = 2
+# Steps before the one that rehearses what is recorded.
+EAGER_STEPS = 1
 
 Signature = tuple[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], ...]
 
@@ -72,6 +75,7 @@ class StepGraph:
         self._tell = tell
         self._told: set[str] = set()
         self._eager_steps = 0
+        self._has_rehearsed = False
         self._signature: Signature | None = None
         self._replay: Callable[[], None] | None = None
         self._results: GraphResults | None = None
@@ -105,6 +109,8 @@ class StepGraph:
     ) -> GraphResults | None:
         """Queues a step; returns its results, or None if it cannot be recorded: then nothing has run.
 
+        The first one is computed without a graph, and the second recorded.
+
         Args:
             micro_batches: In the host's memory.
             first_samples: The number of the first sample of each micro-batch.
@@ -115,6 +121,10 @@ class StepGraph:
             self._allocate(micro_batches, target_counts)
             self._signature = describe_inputs(micro_batches)
         self._fill(micro_batches, first_samples, own_counts, target_counts, previous_found_inf)
+        if not self._has_rehearsed:
+            self._has_rehearsed = True
+            with self._rates_on_device():
+                return self._compute()
         if self._replay is None and not self._record():
             return None
         assert self._replay is not None
@@ -164,14 +174,11 @@ class StepGraph:
 
     def _record(self) -> bool:
         """Records a step; returns whether it can be recorded."""
-        groups = self._engine.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
         applied = self._engine.counters()
         tables = vars(self._engine.optimizer).pop("_tables", None)
-        for group, rate in zip(groups, self._rates.unbind(), strict=True):
-            group["lr"] = rate
         try:
-            self._replay, self._results = record_graph(self._device, self._compute)
+            with self._rates_on_device():
+                self._replay, self._results = record_graph(self._device, self._compute)
         except RuntimeError as error:
             self.obstacle = f"it cannot be recorded: {str(error).splitlines()[0]}"
             self._say(self.obstacle)
@@ -179,8 +186,6 @@ class StepGraph:
             self._engine.optimizer.zero_grad(set_to_none=True)
             return False
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
             self._engine.load_counters(applied)
         # The launches of the update read where the gradients are in the graph's memory. Other steps
         # have tables of their own.
@@ -191,6 +196,19 @@ class StepGraph:
         if tables is not None:
             vars(self._engine.optimizer)["_tables"] = tables
         return True
+
+    @contextmanager
+    def _rates_on_device(self) -> Generator[None]:
+        """Within the context, the optimizer reads its rates from the device."""
+        groups = self._engine.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates.unbind(), strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _compute(self) -> GraphResults:
         """Computes a step from the tensors that `_fill` has filled."""

@@ -1,13 +1,14 @@
 """A device without data that passes for a GPU: PyTorch's meta device, on which the host's copies and waits are counted.
 
 Code that asks whether a tensor is on the CPU takes the way that it takes on a GPU. Nothing is computed, so what needs
-the values of a tensor is a wait, and gets zeros.
+the values of a tensor is a wait, and gets zeros. While a CUDA graph is recorded, waits are refused, and so is pinned
+memory that is sent: a graph would read the host's memory anew whenever it runs.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,20 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         self.pinned: list[torch.Tensor] = []
+        self.is_recording = False
+
+    def record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Stands for `record_graph`: raises RuntimeError where a recording would fail or go wrong."""
+        self.is_recording = True
+        try:
+            return (lambda: None), function()
+        finally:
+            self.is_recording = False
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stands for `Tensor.pin_memory`."""
+        if self.is_recording:
+            self.note("memory that is pinned")
         self.pinned.append(tensor.clone())
         return self.pinned[-1]
 
@@ -55,6 +67,8 @@ class Waits(TorchDispatchMode):
             if frame.filename != __file__
         ]
         self.found.append(f"{what} at {' < '.join(frames[:-5:-1])}")
+        if self.is_recording:
+            raise RuntimeError(f"a recorded step has {self.found[-1]}")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,7 +89,8 @@ class Waits(TorchDispatchMode):
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
             is_sent = bool(on_host) and target == DEVICE
             is_pinned = any(tensors[-1] is known for known in self.pinned)
-            if is_sent and not (is_pinned and kwargs.get("non_blocking")):
+            goes_on = is_pinned and kwargs.get("non_blocking") and not self.is_recording
+            if is_sent and not goes_on:
                 self.note("memory that is sent")
         elif name in DEPENDENT and on_device:
             is_known = name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
@@ -90,6 +105,8 @@ class Waits(TorchDispatchMode):
                 self.note("an index that is sent")
         elif on_device and any(x.dim() for x in on_host):
             self.note(f"{name} of tensors on both")
+        if func is torch.ops.aten._fused_adamw_.tensor_lr and on_device:
+            return None  # it has no kernel without data
         return func(*args, **kwargs)
 
 

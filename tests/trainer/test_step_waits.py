@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from every_case import by_turns
+from every_case import by_turns, every_day
 from matrix import architecture_of, find_class, load_rows
 from pretended_gpu import DEVICE, Waits, first_of_ranks, pretended_gpu
 from tiny_models import SPARSE, TINY, tiny
 
 from shardzoo.models import FAMILIES, config_from_dict, from_config
-from shardzoo.mpu import assign_dropout_sites
+from shardzoo.mpu import assign_dropout_sites, dropout
 from shardzoo.ops.dropout_mask import dropout_keys, send_use_keys, use_key
-from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer import TrainingArguments, step_graph
 from shardzoo.trainer.batches.loss_normalization import LossNormalizer
 from shardzoo.trainer.engines.factory import make_engine
 from shardzoo.trainer.engines.optimizers import make_optimizer
@@ -69,9 +69,9 @@ def make_step(model, mesh, **options):
     return step
 
 
-def count_waits(family, mesh, dropout, spoil=None):
-    """Returns what the host waits for in the third step. Before it, the device gets what it keeps."""
-    config = describe(family, dropout)
+def build_on_device(family, mesh, rate, spoil=None):
+    """Returns a family's tiny model with this dropout on the pretended GPU, and its precision."""
+    config = describe(family, rate)
     precision = (
         "bf16" if config.expert_count else "fp32"
     )  # fp32 has no grouped product without data
@@ -84,6 +84,12 @@ def count_waits(family, mesh, dropout, spoil=None):
 
     if spoil is not None:
         model.register_forward_hook(spoil_step)
+    return model, precision
+
+
+def count_waits(family, mesh, rate, spoil=None):
+    """Returns what the host waits for in the third step. Before it, the device gets what it keeps."""
+    model, precision = build_on_device(family, mesh, rate, spoil)
     with pretended_gpu() as waits:
         step = make_step(model, mesh, precision=precision)
         assert step.reads_late
@@ -97,11 +103,33 @@ def count_waits(family, mesh, dropout, spoil=None):
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("family", by_turns(FAMILIES, 12))
 def test_a_step_waits_once(family, tensor_parallel_size):
-    for dropout in (0.0, 0.1):
+    for rate in (0.0, 0.1):
         with first_of_ranks(tensor_parallel_size) as mesh:
-            waits = count_waits(family, mesh, dropout)
+            waits = count_waits(family, mesh, rate)
         assert len(waits) == 1, waits
         assert waits[0].startswith("values at trainer/step.py")
+
+
+def record_steps(family, monkeypatch, spoil=None):
+    """Takes four steps, the third of which is recorded, and returns what a user is told."""
+    model, precision = build_on_device(family, None, 0.1, spoil)
+    told = []
+    with pretended_gpu() as waits:
+        monkeypatch.setattr(step_graph, "can_record_graphs", lambda _: True)
+        monkeypatch.setattr(step_graph, "record_graph", lambda _, step: waits.record(step))
+        monkeypatch.setattr(dropout, "is_recording", lambda _: waits.is_recording)
+        step = make_step(model, None, precision=precision, cuda_graph=True)
+        step.graph._tell = told.append
+        for number in range(4):
+            step.run(number, iter([make_batch(), make_batch()]), SimpleNamespace(is_set=False))
+            if number == 2 and not told:
+                assert step.graph._replay is not None
+    return told
+
+
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 24))
+def test_a_step_can_be_recorded(family, monkeypatch):
+    assert record_steps(family, monkeypatch) == []
 
 
 SPOILS = [
@@ -120,6 +148,24 @@ SPOILS = [
 def test_what_waits_is_counted(spoil):
     """In each of two micro-batches."""
     assert len(count_waits("gpt2", None, 0.0, SPOILS[spoil])) == 3
+
+
+@pytest.mark.parametrize("spoil", every_day([0, 5], more=[1, 2, 3, 4, 6, 7]))
+def test_what_waits_cannot_be_recorded(spoil, monkeypatch):
+    [line] = record_steps("gpt2", monkeypatch, SPOILS[spoil])
+    assert "it cannot be recorded: a recorded step has " in line
+
+
+def test_keys_of_dropout_are_not_sent_while_a_step_is_recorded(monkeypatch):
+    """A use that no step before has made has its key as a number."""
+
+    def send_while_recording(loss):
+        dropout.dropout_state.clear()
+        for _ in range(2):
+            dropout.dropout_state.set(0, loss.new_zeros((), dtype=torch.int64))
+            dropout.dropout_state.visit(1, 2, loss.device)
+
+    assert record_steps("gpt2", monkeypatch, send_while_recording) == []
 
 
 @pytest.mark.parametrize("name", ["nonzero", "unique", "__getitem__"])
