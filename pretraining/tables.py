@@ -26,6 +26,7 @@ from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.launch import count_processes
 from ..trainer.launch.ranks import Ranks
+from ..trainer.lora import check_lora_names
 from ..trainer.run_folder import RunFolder
 from .arguments import PretrainingArguments
 from .inputs import Inputs
@@ -131,6 +132,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     dp_size = processes // arguments.processes_of_a_replica * arguments.expert_parallel_size
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
+    check_lora_names(inputs.config, arguments)
     facts = run_facts(arguments, inputs, inputs.config, tp_size, dp_size)
     config, job = estimated_job(arguments, inputs, dp_size)
     job = with_stages(arguments, config, job)
