@@ -207,35 +207,38 @@ class Microscaled(QuantizedWeight):
     method: ClassVar[str] = "MXFP4"
 
     def open(self, reader: TensorReader) -> RowReader:
-        _, columns, rows = self.shape  # of an expert's result and of what is stored
+        def read_experts(start: int, stop: int) -> Tensor:
+            found = [torch.cat(list(self._expert(reader, e))) for e in range(start, stop)]
+            return torch.stack(found)
+
+        return read_experts
+
+    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
+        for expert in range(self.shape[0]):
+            for piece in self._expert(reader, expert):
+                yield piece.to(dtype)
+
+    def _expert(self, reader: TensorReader, expert: int) -> Iterator[Tensor]:
+        """Yields consecutive rows of an expert's matrix in bf16.
+
+        The packed expert, which is a quarter of them, is in memory, since each row is a stored
+        column.
+        """
+        rows = self.shape[2]  # of what is stored
         blocks = self.parts["weight"]
         groups = blocks.shape[2]
         table = torch.tensor(E2M1)
-
-        def read_expert(start: int, stop: int) -> Tensor:
-            assert stop == start + 1
-            result = torch.empty(1, columns, rows, dtype=torch.bfloat16)
-            step = max(1, PIECE_ELEMENTS // columns)
-            for first in range(0, rows, step):
-                last = min(first + step, rows)
-                row = start * rows + first
-                count = last - first
-                packed = reader.flat(blocks, row * groups * 16, (row + count) * groups * 16)
-                numbers = _split_bytes(packed.view(count, groups, 16), low_first=True)
-                values = table[numbers.int()]
-                scales = self.parts["scale"]
-                exponents = reader.flat(scales, row * groups, (row + count) * groups)
-                values = torch.ldexp(values, exponents.view(count, groups, 1).int() - 127)
-                result[0, :, first:last] = values.reshape(count, columns).t()
-            return result
-
-        return read_expert
-
-    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yields an expert at a time, since each is transposed as a whole."""
-        read_expert = self.open(reader)
-        for expert in range(self.shape[0]):
-            yield read_expert(expert, expert + 1).to(dtype)
+        first = expert * rows * groups
+        last = first + rows * groups
+        stored = reader.flat(self.parts["scale"], first, last)
+        exponents = stored.view(rows, groups, 1).int() - 127
+        packed = reader.flat(blocks, first * 16, last * 16).view(rows, groups, 16)
+        step = max(1, PIECE_ELEMENTS // (32 * rows))
+        for group in range(0, groups, step):
+            some = slice(group, group + step)
+            numbers = _split_bytes(packed[:, some], low_first=True)
+            values = torch.ldexp(table[numbers.int()], exponents[:, some])
+            yield values.reshape(rows, -1).t().to(torch.bfloat16).contiguous()
 
 
 @dataclass(frozen=True)
