@@ -353,12 +353,27 @@ def _mark(pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> str:
 
 
 def write_card(
-    folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str
+    folder: Path,
+    config: ModelConfig,
+    facts: Mapping[str, str],
+    *,
+    commands: Sequence[tuple[int, str]],
+    sample: str,
 ) -> None:
-    """Writes the folder's README.md: what the model is, how it was trained and how it is loaded."""
+    """Writes the folder's README.md: what the model is, how it was trained and how it is loaded.
+
+    Args:
+        commands: The command lines that have trained it, each with its first step.
+    """
+    lines: list[str] = []
+    for step, command in commands:
+        if step:
+            lines.append(f"# from step {step:,} on")
+        lines.append(command)
+    trained = "\n".join(lines)
     quoted = "".join(f"    {line}\n" for line in sample.splitlines())
     sections = {
-        "How it was trained": f"```bash\n{command}\n```",
+        "How it was trained": f"```bash\n{trained}\n```",
         "Sample": f"The model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text."
         f"\n\n{quoted}",
     }

@@ -255,6 +255,7 @@ class Pretraining:
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
         if first_step:
             folder.record_arguments(arguments.run_arguments())
+            folder.record_command(first_step, command_line())
             mark_run_as_begun()
             return first_step
         if self.inputs.weights is not None:
@@ -263,6 +264,7 @@ class Pretraining:
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder.begin(arguments.run_arguments(), prepared)
+            folder.record_command(0, command_line())
             mark_run_as_begun()
         return 0
 
@@ -375,8 +377,9 @@ class Pretraining:
         # Let the exported model write, and report.
         blanks = getattr(self.inputs.objective, "vocabulary", None)
         sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt, blanks=blanks)
+        commands = [(record["step"], record["command"]) for record in folder.commands()]
         write_card(
-            folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample
+            folder.hf, self.config, {**self.facts, **results}, commands=commands, sample=sample
         )
         heading = f"Sample: the exported model wrote the parts in {MARKS[0]} {MARKS[1]}"
         self.trainer.write_report({"Run": self.facts, "Export": results, heading: sample})

@@ -72,7 +72,7 @@ def run_facts(
     settings = ", ".join(f"{name}={value}" for name, value in asdict(inputs.objective).items())
     if settings:
         objective += f" ({settings})"
-    resuming = f", resuming from step {first_step:,}" if first_step else ""
+    resuming = f", last saved at step {first_step:,}" if first_step else ""
     return {
         "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, "
         f"{local:,} on a rank",
@@ -87,7 +87,7 @@ def run_facts(
         "engine": engine,
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
         f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
-        "steps": f"{steps:,}{resuming} = {steps * tokens:,} tokens",
+        "steps": f"{steps:,} = {steps * tokens:,} tokens{resuming}",
     }
 
 
@@ -223,7 +223,7 @@ def run_results(
         "held-out loss": compared_loss(loss, entropy),
         "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at "
         f"TP={ranks.tp_size}, difference {abs(exported - loss):.1e}",
-        "time": f"{minutes:.1f} minutes",
+        "time": f"{minutes:.1f} minutes from the first step to the held-out loss",
     }
 
 

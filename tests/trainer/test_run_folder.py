@@ -429,3 +429,15 @@ def test_a_folder_that_a_killed_preparation_left_is_free(tmp_path):
     (run.path / ".data.partial").mkdir(parents=True)
     (run.path / LOCK).touch()
     assert run.first_step(resume=False, overwrite=False) == 0
+
+
+def test_a_run_keeps_the_commands_that_have_trained_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.commands() == []
+    for step, command in ((0, "first"), (4, "second"), (8, "lost"), (6, "third")):
+        folder.record_command(step, command)
+    kept = [(record["step"], record["command"]) for record in folder.commands()]
+    assert kept == [(0, "first"), (4, "second"), (6, "third")]
+    folder.commands_file.write_text('{"step": 0}\n{"st')
+    assert folder.commands() == []
+    assert folder.commands_file in folder.own_files()
