@@ -46,14 +46,21 @@ TextPiece = tuple[Sequence[int], bool]
 """Token ids, and whether the model wrote them."""
 
 
+def evaluates_in_transformers(config: ModelConfig) -> bool:
+    """Returns whether transformers evaluates an exported model of this configuration."""
+    found = family(config.model_type)
+    return found.in_transformers and found.transformers_agrees
+
+
 def load_exported(folder: Path) -> Any:
-    """Loads the folder's model in fp32, with transformers or, if it lacks the family, with the zoo.
+    """Loads the folder's model in fp32, with transformers or, where `evaluates_in_transformers` says
+    that it cannot compute the family, with the zoo.
 
     Raises:
         ValueError: Keys are missing or unexpected, of which transformers only warns.
     """
     config = find_config(str(folder))
-    if not family(config.model_type).in_transformers:
+    if not evaluates_in_transformers(config):
         return from_pretrained(folder, dtype=torch.float32)
     # Where torchao is installed, transformers imports it, and it warns of CUDA libraries on a CPU.
     for name in ("torchao", "torch.utils._pytree"):
@@ -99,6 +106,9 @@ def exported_loss(
             names = ("input_ids", "labels", "position_ids", "num_items_in_batch")
             batch = {name: batch[name] for name in names if name in batch}
             batch["use_cache"] = False
+        if getattr(model.config, "output_router_logits", False):
+            # transformers' Switch Transformer does not look into its configuration for it.
+            batch = {**batch, "output_router_logits": True}
         return model(**batch)
 
     def loss_on(device: torch.device) -> float:

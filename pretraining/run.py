@@ -24,7 +24,7 @@ from ..data import target_entropy
 from ..data.loading.pretraining import build_pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..files.verbosity import is_quiet
-from ..models import ParallelConfig, family, from_config, from_pretrained
+from ..models import ParallelConfig, from_config, from_pretrained
 from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
@@ -59,6 +59,7 @@ from .export import (
     check_export,
     check_tokenizer,
     complete_tokenizer,
+    evaluates_in_transformers,
     exported_loss,
     write_card,
     write_sample,
@@ -363,7 +364,7 @@ class Pretraining:
             collate=self.collate,
             device=self.trainer.device,
         )
-        in_transformers = family(self.config.model_type).in_transformers
+        in_transformers = evaluates_in_transformers(self.config)
         results = run_results(
             loss=loss,
             exported=exported,
