@@ -17,7 +17,7 @@ from ..ops.attention import (
     suits_tiles,
     writes_scores,
 )
-from ..ops.cross_entropy import CHUNK_LOGITS, suits_chunks
+from ..ops.linear_cross_entropy import ROW_CHUNK_DEVICES, count_part_logits, suits_parts
 from .parallel_config import WHOLE_BLOCKS, ParallelConfig
 
 FP32 = 4
@@ -138,7 +138,6 @@ class BlockSpec:
         own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share
             one.
         cross: Whether the block also attends to a source.
-        merged: Whether its attention sees the keys of a source behind its own.
         gated: Whether the feed-forward block has a gate.
         fused: Whether the gate and the up projection are one parameter.
         key_value_heads: The number of key and value heads for grouped-query attention; by default
@@ -184,7 +183,6 @@ class BlockSpec:
     bias: bool = False
     own_bias: bool = False
     cross: bool = False
-    merged: bool = False
     gated: bool = False
     fused: bool = False
     key_value_heads: int | None = None
@@ -304,21 +302,30 @@ def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
     """
     tokens = batch.size * (batch.target_length or batch.length)
     elements = tokens * columns
-    if suits_chunks(tokens, columns):
-        elements = min(elements, CHUNK_LOGITS)
+    if suits_parts(tokens, columns):
+        elements = count_part_logits(tokens, columns, layout.device)
     return elements * layout.itemsize
 
 
-def head_sum_bytes(shape: tuple[int, ...], batch: Batch, layout: Layout) -> int:
-    """Returns the bytes in which the loss sums the gradient of a 16-bit head over chunks of logits.
+def head_sum_bytes(
+    shape: tuple[int, ...], batch: Batch, layout: Layout, *, is_trained: bool
+) -> int:
+    """Returns the bytes in which the loss sums gradients over parts of the logits.
+
+    On a CPU that is the gradient of a 16-bit head. On an accelerator it is the gradient of the
+    hidden states, and the memory of the head's own gradient exists from the forward pass on.
 
     Args:
         shape: The rank's part of the head, [Vp, H].
     """
+    columns, features = shape
     tokens = batch.size * (batch.target_length or batch.length)
-    if layout.itemsize < FP32 and suits_chunks(tokens, shape[0]):
-        return FP32 * shape[0] * shape[1]
-    return 0
+    if not suits_parts(tokens, columns):
+        return 0
+    if layout.device not in ROW_CHUNK_DEVICES:
+        head = columns * features * layout.itemsize if is_trained else 0
+        return head + FP32 * tokens * features
+    return FP32 * columns * features if layout.itemsize < FP32 else 0
 
 
 def _stream(stack: StackSpec, batch: Batch, layout: Layout) -> int:
@@ -361,8 +368,6 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     lengths = [_own_length(stack, batch)]
     if block.block_length:
         total += _local_attention(stack, batch, layout, without_core=without_core)
-    elif block.merged:
-        total += _merged_attention(stack, batch, layout, without_core=without_core)
     elif block.latent is None:
         total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     else:
@@ -376,7 +381,7 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         total += (2 * tokens * inner + 2 * batch.size * batch.length * key_value) * e
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
-        if number == 0 and (block.block_length or block.merged):
+        if block.block_length and number == 0:
             continue
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
     if block.own_bias and _in_blocks(block, layout, lengths[0], lengths[0], crosses=False):
@@ -393,7 +398,7 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e
-    if block.attention_dropout and not block.block_length and not block.merged:
+    if block.attention_dropout and not block.block_length:
         dropping = [
             not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False)
             for keys in lengths
@@ -489,36 +494,6 @@ def _attention_features(
     # v is a view of qkv, which is kept as a whole.
     rotated = inner + key_value if block.rotary else 0
     return qkv + inner + rotated
-
-
-def _merged_attention(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool) -> int:
-    """Returns the bytes that attention to own tokens and to a source keeps."""
-    block = stack.block
-    e = layout.itemsize
-    inner = block.heads * block.head_size
-    key_value = block.key_value_size
-    queries = _own_length(stack, batch)
-    keys = queries + batch.length
-    projected = batch.size * keys  # the tokens of which there are queries, keys and values
-    # What is projected, the statistics of the source's keys, the rotated queries, and the output.
-    total = projected * (inner + 2 * key_value) * e
-    total += batch.size * batch.length * key_value // block.head_size * FP32
-    total += 2 * batch.size * queries * inner * e
-    # All keys and values, with each head repeated where the weights are written.
-    eager = not without_core and _materializes_weights(block, layout, queries, keys, crosses=False)
-    total += 2 * projected * (inner if eager else key_value) * e
-    in_blocks = _in_blocks(block, layout, queries, keys, crosses=False)
-    if block.attention_dropout and (in_blocks or not without_core):
-        total += batch.size * INT64
-    if in_blocks:
-        return total + batch.size * block.heads * queries * FP32
-    if without_core:
-        return total
-    if eager:
-        kept = 2 if block.attention_dropout else 1
-        return total + batch.size * block.heads * queries * keys * e * kept
-    masks = batch.size if batch.padded else 1
-    return total + batch.size * block.heads * queries * FP32 + masks * queries * keys * e
 
 
 def _latent_attention(

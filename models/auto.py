@@ -37,12 +37,7 @@ def find_config(name: str) -> ModelConfig:
     for preset, config in presets():
         if preset == name:
             return config.with_changes()  # The caller may change it.
-    values = read_config_values(name)
-    try:
-        return config_from_dict(values)
-    except ValueError as error:
-        file = Path(name, CONFIG) if Path(name).is_dir() else name
-        raise ValueError(f"{file}: {error}") from None
+    return config_from_dict(read_config_values(name))
 
 
 def read_config_values(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def head_losses(
         bias: [Vp], this rank's part.
         target: int64 [T].
         partial_grad: False if the caller sums the gradient of `hidden` over the ranks.
-        softcap: See `ops.cross_entropy.cap_logits`.
+        softcap: See `ops.linear_cross_entropy.cap_logits`.
     """
     check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
     sum_grad = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops import linear_cross_entropy
-from ..ops.cross_entropy import cap_logits
+from ..ops.linear_cross_entropy import cap_logits
 from .cross_entropy import head_losses
 from .embedding import VocabParallelEmbedding
 from .linear import column_parallel

@@ -30,7 +30,6 @@ from .cross_entropy import (
     cross_entropy_grad,
     cross_entropy_loss,
     cross_entropy_stats,
-    linear_cross_entropy,
     token_cross_entropy,
 )
 from .dispatcher import in_inference_mode
@@ -48,6 +47,7 @@ from .experts import (
     route_within_capacity,
     sort_by_expert,
 )
+from .linear_cross_entropy import linear_cross_entropy
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax

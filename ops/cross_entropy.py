@@ -14,8 +14,9 @@ logits.
 3. `cross_entropy_loss` computes the losses, and `cross_entropy_grad` the gradient of the local
    logits.
 
-`token_cross_entropy` and `linear_cross_entropy` do these steps as one differentiable function, and
-`cross_entropy` does them on one rank. No step makes an fp32 copy of the logits.
+`token_cross_entropy` does these steps as one differentiable function, and `cross_entropy` does them
+on one rank; linear_cross_entropy.py does them from the hidden states on. No step makes an fp32 copy
+of the logits.
 
 Label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al. 2022 (PaLM).
 
@@ -33,7 +34,6 @@ from torch import Tensor
 
 from .autograd import Function, once_differentiable
 from .cpu.pool import empty_pooled
-from .matmul import addmm, autocast_arguments, matmul
 from .registration import LIBRARY, Op, compute_dtype, empty_placeholder, runs_compiled, same_dtype
 
 IGNORE_INDEX = -100
@@ -41,17 +41,8 @@ IGNORE_INDEX = -100
 # The most logits that the reference widens at once: 8 MiB in fp32.
 CHUNK_ELEMENTS = 1 << 21
 
-# If `linear_cross_entropy` has more than MAX_WHOLE_LOGITS logits, only CHUNK_LOGITS exist at a
-# time. The backward pass may have to compute them again, which is a fourth product besides three;
-# fewer logits are therefore kept.
-MAX_WHOLE_LOGITS = 10**9
-CHUNK_LOGITS = 1 << 26
-
 # Gathers the statistics of all ranks: [2 or 3, T] of this rank -> [ranks, 2 or 3, T].
 Gather = Callable[[Tensor], Tensor]
-
-# Starts the sum of a gradient over the ranks; the function that it returns finishes it.
-SumGrad = Callable[[Tensor], Callable[[], Tensor]]
 
 
 # The steps, between which the caller lets the ranks communicate.
@@ -190,57 +181,6 @@ def token_cross_entropy(
     return _TokenCrossEntropy.apply(logits, target, settings)
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    *,
-    num_classes: int,
-    ignore_index: int = IGNORE_INDEX,
-    first: int = 0,
-    gather: Gather | None = None,
-    sum_grad: SumGrad | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
-
-    Only this function holds the logits, so it writes their gradient over them. More than
-    MAX_WHOLE_LOGITS logits never exist whole: they are computed in chunks of rows, over which the
-    gradients of weight and bias are summed in fp32. A CPU computes these together with the losses.
-    The backward pass computes the logits again if the losses turn out to have different gradients,
-    and on an accelerator, where finding that out would wait for the device.
-
-    Args:
-        hidden: [T, H].
-        weight: [Vp, H], this rank's rows.
-        bias: [Vp] or None, this rank's rows.
-        sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the
-            product for the weight's gradient.
-        softcap: See `cap_logits`.
-        target: As in `token_cross_entropy`.
-        num_classes: As in `token_cross_entropy`.
-        first: As in `token_cross_entropy`.
-        gather: As in `token_cross_entropy`.
-    """
-    settings = LossSettings(num_classes, ignore_index, 0.0, 0.0, first, gather)
-    return _LinearCrossEntropy.apply(
-        *autocast_arguments(hidden, weight, bias), target, settings, sum_grad, softcap
-    )
-
-
-def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Returns softcap * tanh(logits / softcap), or the logits themselves without a cap; Gemma 2 caps
-    them at 30.
-    """
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def suits_chunks(rows: int, columns: int) -> bool:
-    """Returns whether `linear_cross_entropy` computes so many logits in chunks of rows."""
-    return rows * columns > MAX_WHOLE_LOGITS
-
-
 def _check(logits: Tensor, target: Tensor) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (logits.shape[0],):
         raise ValueError(
@@ -270,6 +210,17 @@ class LossSettings(NamedTuple):
         """Returns how many of the `width` columns of a rank's logits are not padding."""
         return min(max(self.num_classes - self.first, 0), width)
 
+    def for_gradient(self, width: int) -> GradSettings:
+        """Returns what `cross_entropy_grad` needs besides tensors for `width` columns of logits."""
+        return GradSettings(
+            self.first,
+            self.count_columns(width),
+            self.num_classes,
+            self.label_smoothing,
+            self.z_loss,
+            self.ignore_index,
+        )
+
 
 class GradSettings(NamedTuple):
     """Holds the arguments of `cross_entropy_grad` besides tensors, in the order of the schema."""
@@ -287,7 +238,7 @@ class _TokenCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, settings: LossSettings) -> Tensor:
-        losses, log_z, ctx.settings = _compute_losses(logits, target, settings)
+        losses, log_z, ctx.settings = compute_losses(logits, target, settings)
         ctx.save_for_backward(logits, target, log_z)
         return losses
 
@@ -296,7 +247,7 @@ class _TokenCrossEntropy(Function):
     def backward(ctx, *grads: Tensor):
         logits, target, log_z = ctx.saved_tensors
         logits_grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows in _split_for_kernel(logits):
+        for rows in split_for_kernel(logits):
             torch.ops.shardzoo.cross_entropy_grad_out(
                 logits[rows],
                 target[rows],
@@ -308,7 +259,7 @@ class _TokenCrossEntropy(Function):
         return logits_grad, None, None
 
 
-def _compute_losses(
+def compute_losses(
     logits: Tensor, target: Tensor, settings: LossSettings
 ) -> tuple[Tensor, Tensor, GradSettings]:
     """Computes the losses outside autograd; the ranks communicate once.
@@ -317,34 +268,41 @@ def _compute_losses(
         The losses [T], the log of the sum of exp over the whole vocabulary [T], and what
         `cross_entropy_grad` needs besides tensors.
     """
-    num_classes, ignore_index, smoothing, z_loss, first, gather = settings
-    columns = settings.count_columns(logits.shape[1])
-    stats = _compute_statistics(logits, target, first, columns, with_sum=smoothing != 0)
-    stats = gather(stats) if gather else stats[None]  # [ranks, 2 or 3, T]
+    stats = compute_statistics(logits, target, settings)
+    losses, log_z = combine_statistics(stats, target, settings)
+    return losses, log_z, settings.for_gradient(logits.shape[1])
 
+
+def combine_statistics(
+    stats: Tensor, target: Tensor, settings: LossSettings
+) -> tuple[Tensor, Tensor]:
+    """Returns the losses and the logs of the sums of exp over the whole vocabulary, both [T].
+
+    Args:
+        stats: [2 or 3, T], of this rank's columns; see `compute_statistics`.
+    """
+    smoothing = settings.label_smoothing
+    stats = settings.gather(stats) if settings.gather else stats[None]  # [ranks, 2 or 3, T]
     log_z = stats[:, 0].logsumexp(0)  # [T]
     losses = log_z - (1 - smoothing) * stats[:, 1].sum(0)
     if smoothing:
-        losses -= smoothing / num_classes * stats[:, 2].sum(0)
-    if z_loss:
-        losses += z_loss * log_z.square()
-    losses = losses.masked_fill_(target == ignore_index, 0)
-
-    grad_settings = GradSettings(first, columns, num_classes, smoothing, z_loss, ignore_index)
-    return losses, log_z, grad_settings
+        losses -= smoothing / settings.num_classes * stats[:, 2].sum(0)
+    if settings.z_loss:
+        losses += settings.z_loss * log_z.square()
+    return losses.masked_fill_(target == settings.ignore_index, 0), log_z
 
 
-def _compute_statistics(
-    logits: Tensor, target: Tensor, first: int, columns: int, *, with_sum: bool
-) -> Tensor:
-    """Returns [2 or 3, T] of this rank's columns: the log of the sum of exp, the target's logit
-    and, with `with_sum`, the sum of the logits.
+def compute_statistics(logits: Tensor, target: Tensor, settings: LossSettings) -> Tensor:
+    """Returns [2 or 3, T] of the columns from `settings.first` on: the log of the sum of exp, the
+    target's logit and, for label smoothing, the sum of the logits.
     """
+    with_sum = settings.label_smoothing != 0
+    columns = settings.count_columns(logits.shape[1])
     dtype = torch.promote_types(logits.dtype, torch.float32)
     stats = logits.new_empty(2 + with_sum, len(logits), dtype=dtype)
-    for rows in _split_for_kernel(logits):
+    for rows in split_for_kernel(logits):
         maximum, sum_exp, target_logit, sum_logits = torch.ops.shardzoo.cross_entropy_stats(
-            logits[rows], target[rows], first, columns, with_sum
+            logits[rows], target[rows], settings.first, columns, with_sum
         )
         stats[0, rows] = maximum + sum_exp.log()
         stats[1, rows] = target_logit
@@ -353,7 +311,7 @@ def _compute_statistics(
     return stats
 
 
-def _overwrite_with_grad(
+def overwrite_with_grad(
     logits: Tensor,
     target: Tensor,
     grad: Tensor,
@@ -363,9 +321,9 @@ def _overwrite_with_grad(
 ) -> None:
     """Writes the gradient of the logits [T, Vp], before they were capped, over them."""
     if softcap is None:
-        parts = _split_for_kernel(logits)
+        parts = split_for_kernel(logits)
     else:
-        parts = _split_rows(len(logits), logits.shape[1], CHUNK_ELEMENTS)
+        parts = split_rows(len(logits), logits.shape[1], CHUNK_ELEMENTS)
     for rows in parts:
         slope = None if softcap is None else 1 - (logits[rows] / softcap).square()
         torch.ops.shardzoo.cross_entropy_grad_(
@@ -375,188 +333,18 @@ def _overwrite_with_grad(
             logits[rows] *= slope
 
 
-def _split_for_kernel(logits: Tensor) -> Iterator[slice]:
+def split_for_kernel(logits: Tensor) -> Iterator[slice]:
     """Returns the rows of each call of an operator: all of them for a compiled kernel, else few,
     because the reference widens them.
     """
     rows, width = logits.shape
-    return _split_rows(rows, width, rows * width if runs_compiled(logits) else CHUNK_ELEMENTS)
+    return split_rows(rows, width, rows * width if runs_compiled(logits) else CHUNK_ELEMENTS)
 
 
-def _split_rows(rows: int, width: int, elements: int) -> Iterator[slice]:
+def split_rows(rows: int, width: int, elements: int) -> Iterator[slice]:
     """Returns slices of the rows, with at most `elements` elements each, but at least one row."""
     step = max(1, elements // max(width, 1))
     return (slice(start, start + step) for start in range(0, rows, step))
-
-
-# The losses of a linear layer.
-
-
-class _LinearCrossEntropy(Function):
-    """Implements `linear_cross_entropy`."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        settings: LossSettings,
-        sum_grad: SumGrad | None,
-        softcap: float | None,
-    ) -> Tensor:
-        ctx.softcap = softcap
-        if suits_chunks(len(hidden), len(weight)):
-            logits = None
-            losses, log_z = _compute_chunked_losses(ctx, hidden, weight, bias, target, settings)
-        else:
-            logits = cap_logits(addmm(bias, hidden, weight.t()), softcap)  # [T, Vp]
-            losses, log_z, ctx.settings = _compute_losses(logits, target, settings)
-        ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
-        ctx.sum_grad = sum_grad
-        ctx.logits_overwritten = False
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        hidden, weight, bias, logits, target, log_z = ctx.saved_tensors
-        if logits is None:
-            return (
-                *_compute_chunked_grads(ctx, grads[0], hidden, weight, bias, target, log_z),
-                *(None,) * 4,
-            )
-        if ctx.logits_overwritten:
-            # This is a second pass over a retained graph.
-            logits = cap_logits(addmm(bias, hidden, weight.t()), ctx.softcap)
-        # Writing to .data keeps the saved tensors valid for a second pass.
-        logits_grad = logits.data
-        ctx.logits_overwritten = True
-        arguments = (target, grads[0], log_z, ctx.settings, ctx.softcap)
-        _overwrite_with_grad(logits_grad, *arguments)
-
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        input_grad = None
-        finish_sum = None
-        if needs_input:
-            input_grad = matmul(logits_grad, weight)
-            if ctx.sum_grad:
-                finish_sum = ctx.sum_grad(input_grad)
-        weight_grad = matmul(logits_grad.t(), hidden) if needs_weight else None
-        bias_grad = logits_grad.sum(0) if needs_bias else None
-        if finish_sum:
-            input_grad = finish_sum()
-        return input_grad, weight_grad, bias_grad, *(None,) * 4
-
-
-def _compute_chunked_losses(
-    ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, settings: LossSettings
-) -> tuple[Tensor, Tensor]:
-    """Returns the losses and the logs of the sums, both [T]; the logits of a chunk of rows exist at
-    a time.
-
-    On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps
-    the losses' own gradients are equal, and the backward pass only has to scale these.
-    """
-    ctx.sums = None
-    if hidden.is_cpu and any(ctx.needs_input_grad):
-        ctx.sums = _SummedGrads(ctx, hidden, weight, bias)
-    all_losses = []
-    all_log_z = []
-    for part in _split_rows(len(hidden), len(weight), CHUNK_LOGITS):
-        logits = cap_logits(addmm(bias, hidden[part], weight.t()), ctx.softcap)
-        losses, log_z, ctx.settings = _compute_losses(logits, target[part], settings)
-        if ctx.sums is not None:
-            ctx.sums.add(part, logits, target[part], torch.ones_like(losses), log_z, ctx.settings)
-        all_losses.append(losses)
-        all_log_z.append(log_z)
-        # These logits must not exist beside those of the next chunk.
-        del logits
-    return torch.cat(all_losses), torch.cat(all_log_z)
-
-
-def _compute_chunked_grads(
-    ctx,
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    log_z: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a
-    time.
-    """
-    sums = ctx.sums
-    ctx.sums = None
-    if sums is not None:
-        # The forward pass took all gradients to be 1. If those of the tokens that count are equal,
-        # its sums need only this factor.
-        counted = grad[target != ctx.settings.ignore_index]
-        if len(counted) and bool((counted == counted[0]).all()):
-            return sums.finish(ctx, counted[0])
-        del sums
-    sums = _SummedGrads(ctx, hidden, weight, bias)
-    for part in _split_rows(len(hidden), len(weight), CHUNK_LOGITS):
-        logits = cap_logits(addmm(bias, hidden[part], weight.t()), ctx.softcap)
-        sums.add(part, logits, target[part], grad[part], log_z[part], ctx.settings)
-        # These logits must not exist beside those of the next chunk.
-        del logits
-    return sums.finish(ctx)
-
-
-class _SummedGrads:
-    """Sums the gradients of hidden, weight and bias over chunks of rows, those of weight and bias
-    in fp32.
-    """
-
-    def __init__(self, ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self._hidden = hidden
-        self._softcap = ctx.softcap
-        self._weight = weight
-        self.input = empty_pooled(hidden) if needs_input else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
-
-    def add(
-        self,
-        part: slice,
-        logits: Tensor,
-        target: Tensor,
-        grad: Tensor,
-        log_z: Tensor,
-        settings: GradSettings,
-    ) -> None:
-        """Adds those of the rows `part`, given the gradients of their losses.
-
-        Overwrites the logits.
-        """
-        _overwrite_with_grad(logits, target, grad, log_z, settings, self._softcap)
-        if self.input is not None:
-            self.input[part] = matmul(logits, self._weight)
-        if self.weight is not None and self.weight.dtype == logits.dtype:
-            self.weight.addmm_(logits.t(), self._hidden[part])
-        elif self.weight is not None:
-            self.weight += matmul(logits.t(), self._hidden[part])
-        if self.bias is not None:
-            self.bias += logits.sum(0, dtype=self.bias.dtype)
-
-    def finish(self, ctx, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients times `factor`, that of hidden summed over the ranks.
-
-        The sums are scaled in place, and not used again.
-        """
-        grads = (self.input, self.weight, self.bias)
-        if factor is not None:
-            grads = tuple(None if x is None else x.mul_(factor) for x in grads)
-        input_grad, *parameter_grads = grads
-        if input_grad is not None and ctx.sum_grad:
-            input_grad = ctx.sum_grad(input_grad)()
-        dtype = self._weight.dtype
-        return input_grad, *(None if x is None else x.to(dtype) for x in parameter_grads)
 
 
 # The definitions, which the kernels are compared with.

@@ -55,14 +55,15 @@ def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `total + a @ b` in `dtype`, outside autograd; it may overwrite `total`.
 
-    A GPU multiplies 16-bit factors and adds to an fp32 sum in one product. A CPU widens the factors.
+    A GPU multiplies 16-bit factors and adds to an fp32 sum in one product. Other devices widen the
+    factors.
 
     Args:
         total: [M, N] in `dtype`; None for zeros.
         a: [M, K].
         b: [K, N].
     """
-    widens = a.dtype != dtype and (a.is_cpu or a.is_meta)
+    widens = a.dtype != dtype and not a.is_cuda
     if widens:
         a = a.to(dtype)
         b = b.to(dtype)

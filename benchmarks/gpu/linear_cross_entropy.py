@@ -22,7 +22,7 @@ from report import save, table
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardzoo.ops.cross_entropy import linear_cross_entropy
+from shardzoo.ops.linear_cross_entropy import linear_cross_entropy
 
 SIZES = (8192, 4096, 131072)  # tokens, features, words
 TINY = (16, 32, 64)

@@ -154,8 +154,9 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     if issubclass(model_class(config), LanguageModel):
         logits = logit_bytes(head.local_shape[0], batch, layout)
         # The gradient of the logits overwrites them.
-        loss = head_sum_bytes(head.local_shape, batch, layout)
         trained_head = head if head in trained else None
+        is_trained = trained_head is not None
+        loss = head_sum_bytes(head.local_shape, batch, layout, is_trained=is_trained)
     positions = batch.size * max(batch.length, batch.target_length)
     return ModelMemory(
         parameters=tuple(sizes),

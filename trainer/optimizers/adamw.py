@@ -172,8 +172,9 @@ class AdamW(torch.optim.AdamW):
                 return None
             parameters = group["params"]
             if together:
-                devices = {parameter.device for parameter in parameters}
-                if not all(has_adamw_together(device) for device in devices):
+                if any(
+                    has_adamw_together(parameter.device) != together for parameter in parameters
+                ):
                     return None
             elif not all(may_have_adamw_kernel(parameter) for parameter in parameters):
                 return None
