@@ -310,8 +310,8 @@ def build_torch_dist_target(
     style: Style = "transformer_engine"
     if style not in megatron.writable:
         raise ValueError(
-            f"megatron-core has no {model.config.model_type} that equals transformers', so that it "
-            "has no torch_dist folder; use split --to megatron"
+            f"megatron-core has no {model.config.model_type} that equals transformers' "
+            f"({megatron.lacking}), so that it has no torch_dist folder; use split --to megatron"
         )
     _refuse_extras(mapped, "megatron-core's folders")
     parameters = part_experts(model.parameters)

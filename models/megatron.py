@@ -129,6 +129,7 @@ class MegatronMap:
             of layers.
         arguments: Returns those of Megatron-LM's arguments that only this family sets.
         mixture: Whether each layer has experts in place of an MLP.
+        lacking: What megatron-core lacks of a family that only Megatron-LM before it has.
         check_config: Raises ValueError for a configuration whose models Megatron-LM does not have,
             or that is not that of a run with these arguments.
     """
@@ -146,6 +147,7 @@ class MegatronMap:
     repeated: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
     mixture: bool = False
+    lacking: str = ""
     check_config: Callable[[Any, Mapping[str, Any]], None] = lambda config, arguments: None
 
     @property
@@ -278,7 +280,8 @@ class MegatronMap:
         if self.post_norm and not any(name.startswith("language_model.") for name in names):
             raise ValueError(
                 "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, "
-                "which the zoo lacks"
+                "which the zoo lacks: megatron-core takes apply_residual_connection_post_layernorm, "
+                "but its layers do not read it"
             )
 
     def infer_config(

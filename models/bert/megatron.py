@@ -133,7 +133,9 @@ MEGATRON = MegatronMap(
     owns=_owns,
     infer=_infer,
     arguments=_arguments,
-    # megatron-core has the option for residuals after the norms, but its layers ignore it.
+    # The layers of megatron-core 0.3 still read the argument; 0.5, and all that write torch_dist,
+    # only declare it.
     writable=("legacy",),
+    lacking="its layers do not read apply_residual_connection_post_layernorm",
     post_norm=True,
 )

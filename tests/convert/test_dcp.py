@@ -10,6 +10,7 @@ import sys
 import warnings
 from argparse import Namespace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,22 @@ def test_written_folders_load_in_torch(variant, zoo, hashes, tmp_path):
 
 
 def test_a_bert_has_no_torch_dist_folder(bert, tmp_path):
-    with pytest.raises(ValueError, match=r"megatron-core has no bert that equals transformers'"):
+    message = r"no bert that equals transformers' \(its layers do not read apply_residual_connect"
+    with pytest.raises(ValueError, match=message):
         merge(bert, tmp_path / "out", style="torch_dist")
+
+
+def test_megatron_core_declares_the_residuals_of_bert_and_reads_them_nowhere():
+    """Once a module besides its configuration names the argument, a BERT of it may be ours."""
+    spec = find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    naming = [
+        str(path.relative_to(Path(spec.origin).parent))
+        for path in Path(spec.origin).parent.rglob("*.py")
+        if "apply_residual_connection_post_layernorm" in path.read_text()
+    ]
+    assert naming == ["transformer/transformer_config.py"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -6,6 +6,7 @@ Names are those of tools/checkpoint/schema_core.py and of megatron/legacy/model;
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import queue
@@ -492,7 +493,10 @@ def _save_in_this_process(state: dict[str, Any], place: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    request = dist_checkpointing.save(state, str(place), async_sharded_save=True)
+    options: dict[str, Any] = {"async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        options["async_strategy"] = "mcore"  # its own; another package's is the default since 0.19
+    request = dist_checkpointing.save(state, str(place), **options)
     transforms = request.async_fn.args[0]
     results = request.async_fn_args[2]
     written, unfinished = queue.SimpleQueue(), queue.Queue()
