@@ -121,13 +121,15 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 class LaunchTable:
     """Holds on a device where the tensors of a launch are, and which program has which of them.
 
-    They are sent again only if they have changed. Gradients often get the same memory in each step.
+    They are sent again only if they have changed: the addresses in many steps, because gradients get
+    other memory, and which program has which tensor with the sizes alone.
     """
 
     def __init__(self) -> None:
         self._addresses: list[list[int]] = []
         self.addresses: Tensor | None = None
         self.owners: Tensor | None = None
+        self._owners_are_sent = False
 
     def fill(self, addresses: list[list[int]], device: torch.device) -> int:
         """Takes the rows of the table; returns the number of programs."""
@@ -140,6 +142,7 @@ class LaunchTable:
             )
             if sizes_changed:
                 self.owners = torch.empty(sum(counts), 2, dtype=torch.int32, device=device)
+                self._owners_are_sent = False
             if not is_recording(device):
                 self.send()
         return sum(counts)
@@ -151,16 +154,21 @@ class LaunchTable:
         """
         assert self.addresses is not None
         assert self.owners is not None
-        owners = [
-            [row, block]
-            for row, parts in enumerate(self._addresses)
-            for block in range(ceil_div(parts[6], BLOCK))
-        ]
-        for target, values in ((self.addresses, self._addresses), (self.owners, owners)):
-            on_host = torch.tensor(values, dtype=target.dtype)
-            if pins_host_memory(target.device):
-                on_host = on_host.pin_memory()
-            target.copy_(on_host, non_blocking=True)
+        _send(torch.tensor(self._addresses, dtype=torch.int64), self.addresses)
+        if not self._owners_are_sent:
+            counts = torch.tensor([ceil_div(row[6], BLOCK) for row in self._addresses])
+            rows = torch.arange(len(counts)).repeat_interleave(counts)
+            firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+            blocks = torch.arange(len(rows)) - firsts
+            _send(torch.stack([rows, blocks], 1).to(torch.int32), self.owners)
+            self._owners_are_sent = True
+
+
+def _send(on_host: Tensor, target: Tensor) -> None:
+    """Copies a tensor to a device without waiting for it."""
+    if pins_host_memory(target.device):
+        on_host = on_host.pin_memory()
+    target.copy_(on_host, non_blocking=True)
 
 
 def launch_adamw(

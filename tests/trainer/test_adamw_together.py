@@ -235,9 +235,15 @@ def test_addresses_are_sent_again_only_if_they_change():
     assert table.addresses is first[0]
     assert table.owners is first[1]
     moved = [[0, *row[1:]] for row in rows]
+    table.owners.fill_(-1)
     table.fill(moved, torch.device("cpu"))
     assert table.addresses.tolist() == moved
     assert table.owners is first[1]
+    # A pair for each 1,024 elements of a model: to send them in each step would take longer than the step.
+    assert table.owners.tolist() == [[-1, -1]] * 3
+    longer = [moved[0], [*moved[1][:6], 2 * kernels.BLOCK + 1]]
+    assert table.fill(longer, torch.device("cpu")) == 5
+    assert table.owners.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
 
 
 def test_a_recorded_launch_gets_its_table_before_it_runs(monkeypatch):
