@@ -189,12 +189,13 @@ class _NormWithResidual(Function):
         h, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(h) if grads[0] is None else grads[0]
         grad_h = grads[1] if ctx.returns_h else None
-        flags = (*ctx.has_bias, *ctx.settings)
+        is_summed = ctx.group is not None
+        flags = (*ctx.has_bias, *ctx.settings, is_summed)
         own, *parts = ctx.operator(grad, grad_h, h, weight, *statistics, *flags)
         parts = parts[: 1 + sum(ctx.has_bias)]  # the gradients of the weight and the bias
         if ctx.group is not None:
             parts = start_all_reduce(torch.stack(parts), ctx.group)()  # one all-reduce for both
-        parts = [part.to(weight.dtype) for part in parts]
+            parts = [part.to(weight.dtype) for part in parts]
 
         residual_grad = own if ctx.has_residual else None
         missing = [None] * ctx.has_bias.count(False)

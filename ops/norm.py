@@ -179,7 +179,7 @@ def layer_norm_reference(x, residual, weight, bias, eps):
     return y.to(x.dtype), summed, mean.flatten(), rstd.flatten()
 
 
-def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
+def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias, wide_sums):
     """Returns the gradients of h, weight and bias.
 
     With n = (h - mean) * rstd and g = grad * weight, the gradient of h is
@@ -192,10 +192,12 @@ def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_
         mean: [rows], as the forward pass returns it.
         rstd: [rows], as the forward pass returns it.
         has_bias: Whether there is a bias; without one, its gradient has size 0.
+        wide_sums: Whether the gradients of weight and bias are in the dtype of the computation, because they
+            are still summed over ranks.
 
     Returns:
         grad_x: [..., H], in the dtype of h.
-        grad_weight: [H], in the dtype of the computation: it may still be summed over ranks.
+        grad_weight: [H], in the dtype of the weight, or wide.
         grad_bias: [H], as grad_weight.
     """
     dtype = compute_dtype(h)
@@ -211,6 +213,9 @@ def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_
         grad_x = grad_x + grad_summed.to(dtype)
     grad_weight = (dy * normalized).flatten(0, -2).sum(0)
     grad_bias = dy.flatten(0, -2).sum(0) if has_bias else empty_placeholder(weight)
+    if not wide_sums:
+        grad_weight = grad_weight.to(weight.dtype)
+        grad_bias = grad_bias.to(weight.dtype)
     return grad_x.to(h.dtype), grad_weight, grad_bias
 
 
@@ -245,23 +250,27 @@ def offset_rms_norm_reference(x, residual, weight, eps, offset):
     return y.to(x.dtype), summed, rstd.flatten()
 
 
-def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd, offset=0.0):
+def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd, *settings):
     """Returns the gradients of h and of the weight, as `layer_norm_backward_reference` does.
 
     With n = h * rstd and g = grad * (weight + offset), the gradient of h is
     rstd * (g - n * mean(g * n)).
+
+    Args:
+        settings: The offset, if the norm has one, and `wide_sums`.
     """
+    *offset, wide_sums = settings
     dtype = compute_dtype(h)
     wide = h.to(dtype)
     dy = grad.to(dtype)
     scale = rstd.reshape(*h.shape[:-1], 1)
     normalized = wide * scale
-    weighted = dy * (weight.to(dtype) + offset)
+    weighted = dy * (weight.to(dtype) + sum(offset))
     grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
     if grad_summed is not None:
         grad_x = grad_x + grad_summed.to(dtype)
     grad_weight = (dy * normalized).flatten(0, -2).sum(0)
-    return grad_x.to(h.dtype), grad_weight
+    return grad_x.to(h.dtype), grad_weight if wide_sums else grad_weight.to(weight.dtype)
 
 
 # The gradient formulas.
@@ -282,11 +291,10 @@ def _layer_norm_backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
     h, weight, mean, rstd = ctx.saved_tensors
     grad = torch.zeros_like(h) if grad is None else grad
     grad_x, grad_weight, grad_bias = layer_norm_backward_op(
-        grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
+        grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias, False
     )
     grad_residual = grad_x if ctx.has_residual else None
-    grad_bias = grad_bias.to(weight.dtype) if ctx.has_bias else None
-    return grad_x, grad_residual, grad_weight.to(weight.dtype), grad_bias, None
+    return grad_x, grad_residual, grad_weight, grad_bias if ctx.has_bias else None, None
 
 
 def _rms_norm_setup_context(ctx, inputs, output):
@@ -304,11 +312,11 @@ def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
     grad = torch.zeros_like(h) if grad is None else grad
     operator = offset_rms_norm_backward_op if ctx.offset else rms_norm_backward_op
     grad_x, grad_weight = operator(
-        grad, grad_summed if ctx.has_residual else None, h, weight, rstd, *ctx.offset
+        grad, grad_summed if ctx.has_residual else None, h, weight, rstd, *ctx.offset, False
     )
     grad_residual = grad_x if ctx.has_residual else None
     settings = (None,) * (1 + len(ctx.offset))
-    return grad_x, grad_residual, grad_weight.to(weight.dtype), *settings
+    return grad_x, grad_residual, grad_weight, *settings
 
 
 # The registration of LayerNorm.
@@ -324,9 +332,9 @@ def _allocate_layer_norm(x, residual, weight, bias, eps):
     return y, summed, mean, rstd
 
 
-def _allocate_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+def _allocate_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias, wide_sums):
     grad_x = empty_pooled(h)
-    dtype = compute_dtype(h)
+    dtype = compute_dtype(h) if wide_sums else weight.dtype
     grad_weight = weight.new_empty(weight.shape, dtype=dtype)
     if has_bias:
         grad_bias = weight.new_empty(weight.shape, dtype=dtype)
@@ -339,7 +347,7 @@ def _prepare_layer_norm(x, residual, weight, bias, eps):
     return same_dtype(x, residual, weight, bias) or (*contiguous(x, residual, weight, bias), eps)
 
 
-def _prepare_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+def _prepare_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias, wide_sums):
     tensors = (grad, grad_summed, h, weight)
     return same_dtype(*tensors) or (*contiguous(*tensors), mean, rstd, has_bias)
 
@@ -368,7 +376,8 @@ layer_norm_op = Op(
 
 layer_norm_backward_op = Op(
     "layer_norm_backward",
-    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias, "
+    "bool wide_sums",
     ("grad_x", "grad_weight", "grad_bias"),
     allocate=_allocate_layer_norm_backward,
     reference=layer_norm_backward_reference,
@@ -389,17 +398,18 @@ def _allocate_rms_norm(x, residual, weight, eps, *offset):
     return y, summed, rstd
 
 
-def _allocate_rms_norm_backward(grad, grad_summed, h, weight, rstd, *offset):
-    return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
+def _allocate_rms_norm_backward(grad, grad_summed, h, weight, rstd, *settings):
+    dtype = compute_dtype(h) if settings[-1] else weight.dtype
+    return empty_pooled(h), weight.new_empty(weight.shape, dtype=dtype)
 
 
 def _prepare_rms_norm(x, residual, weight, eps, *offset):
     return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps, *offset)
 
 
-def _prepare_rms_norm_backward(grad, grad_summed, h, weight, rstd, *offset):
+def _prepare_rms_norm_backward(grad, grad_summed, h, weight, rstd, *settings):
     tensors = (grad, grad_summed, h, weight)
-    return same_dtype(*tensors) or (*contiguous(*tensors), rstd, *offset)
+    return same_dtype(*tensors) or (*contiguous(*tensors), rstd, *settings[:-1])
 
 
 def _launch_triton_rms_norm(*arguments):
@@ -426,7 +436,7 @@ rms_norm_op = Op(
 
 rms_norm_backward_op = Op(
     "rms_norm_backward",
-    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, bool wide_sums",
     ("grad_x", "grad_weight"),
     allocate=_allocate_rms_norm_backward,
     reference=rms_norm_backward_reference,
@@ -461,7 +471,7 @@ offset_rms_norm_op = Op(
 
 offset_rms_norm_backward_op = Op(
     "offset_rms_norm_backward",
-    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, float offset",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, float offset, bool wide_sums",
     ("grad_x", "grad_weight"),
     allocate=_allocate_rms_norm_backward,
     reference=rms_norm_backward_reference,

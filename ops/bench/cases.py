@@ -122,7 +122,7 @@ def _layer_norm(rows: int, columns: int) -> Case:
         ("layer_norm", lambda t: (t["x"], None, t["weight"], t["bias"], 1e-5)),
         (
             "layer_norm_backward",
-            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True),
+            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True, False),
         ),
         2,
         3,
@@ -146,7 +146,10 @@ def _rms_norm(rows: int, columns: int) -> Case:
         lambda t: ops.rms_norm(t["x"], t["weight"], 1e-6),
         eager,
         ("rms_norm", lambda t: (t["x"], None, t["weight"], 1e-6)),
-        ("rms_norm_backward", lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2])),
+        (
+            "rms_norm_backward",
+            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], False),
+        ),
         2,
         3,
         rivals=_norm_rivals("liger_rms_norm", "quack_rms_norm"),

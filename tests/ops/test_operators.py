@@ -276,6 +276,26 @@ def test_user_errors(name):
         call()
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "offset_rms_norm"])
+def test_sums_of_a_norm_are_rounded_once(variant, name):
+    """Narrow sums, which no ranks add, are the wide ones rounded."""
+    grad, h = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight, rows = torch.linspace(0.5, 2.0, 24).bfloat16(), torch.linspace(0.9, 1.1, 40)
+    settings = {
+        "layer_norm": (rows - 1, rows, True),
+        "rms_norm": (rows,),
+        "offset_rms_norm": (rows, 1.0),
+    }[name]
+    operator = OPS[f"{name}_backward"]
+    with ops.kernels(variant):
+        _, *wide = operator(grad, None, h, weight, *settings, True)
+        _, *narrow = operator(grad, None, h, weight, *settings, False)
+    assert {x.dtype for x in wide} == {torch.float32}
+    for expected, found in zip(wide, narrow, strict=True):
+        assert torch.equal(found.float(), expected.bfloat16().float())
+        assert found.dtype == torch.bfloat16
+
+
 def test_outputs_without_a_gradient(variant):
     """Only one of two outputs is used: the other has no gradient, which is not the same as a zero tensor."""
     x, residual, weight = (
