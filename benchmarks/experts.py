@@ -63,6 +63,9 @@ class Arguments:
     experts: int = 8
     dtype: str = "float32"
     rounds: int = 7
+    rest: float = 0.0
+    """Seconds of rest before each step of the second part. At real-time priority Linux stops a processor for 50 ms of
+    each second that is busy throughout; 0.4 prevents this."""
     compiled: bool = True
     """Whether to measure the compiled variants too."""
     parts: tuple[str, ...] = PARTS
@@ -234,11 +237,13 @@ def count_bytes(step: Step) -> tuple[list[int], int]:
     stays: list[int] = []
     exchange = collectives.all_to_all_rows
 
-    def count(rows: Tensor, to: list[int], received: list[int], group: Any) -> Tensor:
+    def count(
+        rows: Tensor, to: list[int], received: list[int], group: Any, longest: int | None
+    ) -> Tensor:
         row = rows[:1].numel() * rows.itemsize
         sent.append((sum(to) - to[group.rank()]) * row)
         stays.append(to[group.rank()] * row)
-        return exchange(rows, to, received, group)
+        return exchange(rows, to, received, group, longest)
 
     collectives.all_to_all_rows = count
     try:
@@ -270,6 +275,7 @@ def measure_layouts(mesh: ParallelMesh, arguments: Arguments, folder: str, repor
     facts: dict[str, tuple[float, float]] = {}
     for turn in range(arguments.rounds + 1):  # the first is not counted
         for name, step in steps.items():
+            time.sleep(arguments.rest)
             dist.barrier()
             torch.set_num_threads(2 if name == "one process" else 1)
             started = time.perf_counter()

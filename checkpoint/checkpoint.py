@@ -123,6 +123,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     """
     if folder.suffix == ".gguf" and folder.is_file():
         raise ValueError(f"{folder} is a GGUF file: convert it with --dequantize bf16 first")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name the folder that holds the checkpoint")
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")
     check_auxiliary_files(folder, () if config_file is None else (CONFIG,))

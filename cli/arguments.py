@@ -44,10 +44,15 @@ def parse(
 
     Raises ValueError if the dataclass refuses a value, or the YAML file cannot be used.
     """
+    config = given_value(argv, "config")
     if values is None:
-        config = given_value(argv, "config")
         values = read_yaml(kind, Path(config)) if config else {}
-    default = kind(**values)
+    try:
+        default = kind(**values)
+    except ValueError as error:
+        if config is None:
+            raise
+        raise ValueError(f"--config: {config}: {error}") from None
     show_help(page, argv, default, quiet=quiet)
     argv = respell(argv, [field.name for field in fields(cast(Any, default))], quiet=quiet)
     argv = join_repeated_lists(resolve_alias_options(argv, default), default)

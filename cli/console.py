@@ -11,13 +11,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..files.printable import printable
 from ..files.verbosity import is_quiet, is_verbose
 from ..files.working_copies import name_urls
+from .spellings import name_options
 
 USAGE_ERROR = 2
 # Seconds between two lines of progress.
@@ -57,11 +58,16 @@ def _is_utf8(stream: Any) -> bool:
 # ------------------------------------------------------------------------------------------ errors
 
 
-def run_and_report(work: Callable[[], int], *, quiet: bool = False) -> int:
+def run_and_report(
+    work: Callable[[], int], *, quiet: bool = False, options: Iterable[str] = ()
+) -> int:
     """Runs a command and returns its exit code.
 
     A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr and exit code
     2; with `quiet`, the code alone.
+
+    Args:
+        options: The names of the command's arguments, which messages spell as options.
     """
     print_any_text()
     silence_optional_libraries()
@@ -74,7 +80,7 @@ def run_and_report(work: Callable[[], int], *, quiet: bool = False) -> int:
         if is_verbose():
             traceback.print_exc()
         if not quiet:
-            print_error(known)
+            print_error(known, options)
         return USAGE_ERROR
 
 
@@ -93,12 +99,17 @@ def find_user_error(error: Exception) -> ValueError | OSError:
     return OSError(number, os.strerror(number))
 
 
-def print_error(error: ValueError | OSError) -> None:
-    """Prints one line, in which names from files cannot control the terminal."""
+def print_error(error: ValueError | OSError, options: Iterable[str] = ()) -> None:
+    """Prints one line, in which names from files cannot control the terminal.
+
+    Args:
+        options: The names of a command's arguments, which the line spells as options.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    line = Text(printable(" ".join(name_urls(explain_error(error)).split())))
+    message = name_options(name_urls(explain_error(error)), options)
+    line = Text(printable(" ".join(message.split())))
     Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 import tyro
 from tyro.conf import Positional
@@ -20,16 +20,19 @@ from ..files.printable import printable
 from ..files.strict_json import read_folder_json
 from ..files.verbosity import is_quiet
 from ..files.working_copies import find_source, find_work
+from .arguments import given_value
 from .console import (
+    USAGE_ERROR,
     explain_error,
     format_bytes,
     format_facts,
     format_table,
+    print_error,
     run_and_report,
     show_transfer,
 )
 from .help import HelpPage, show_commands
-from .parsing import parse_words
+from .parsing import parse_words, refuse_unknown_command
 from .spellings import SHORT_NAMES, respell
 
 if TYPE_CHECKING:
@@ -272,13 +275,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         HELP,
         argv,
     )
-    kind = HELP[argv[0]].arguments if argv and argv[0] in HELP else Common
-    argv = [*argv[:1], *respell(argv[1:], [field.name for field in fields(kind)])]
+    refuse_unknown_command("shardzoo convert", HELP, argv)
+    names = [field.name for field in fields(HELP[argv[0]].arguments)]
+    argv = [*argv[:1], *respell(argv[1:], names)]
+    if argv[0] == "merge" and given_value(argv, "to") in get_args(Format):
+        print_error(ValueError("merge makes whole models: use `split` or `reshard` for that --to"))
+        return USAGE_ERROR
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = parse_words(
         command_type, argv, "shardzoo convert", config=(tyro.conf.OmitSubcommandPrefixes,)
     )
-    return run_and_report(lambda: run(command))
+    return run_and_report(lambda: run(command), options=names)
 
 
 def run(command: Common) -> int:
@@ -440,7 +447,7 @@ def _print_outcome(
     if outcome.kept:
         size += f", of which {format_bytes(outcome.kept)} already existed"
     print(
-        f"{destination}: {outcome.tensors:,} tensors, {size}, "
+        f"{destination}: {outcome.tensors:,} tensors, {size}, {_name_layout(command)}"
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
     )
     if isinstance(command, MergeShards):
@@ -449,6 +456,17 @@ def _print_outcome(
         config = read_folder_json(find_work(command.destination), CONFIG) or {}
         if config.get("crf"):
             print(CRF_NOTE)
+
+
+def _name_layout(command: Converting | UpcycleCheckpoint) -> str:
+    """Returns over how many ranks a conversion has split a model, if it has."""
+    if not isinstance(command, WritingRanks):
+        return ""
+    ranks = command.model_parallel_size
+    layout = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if command.pipeline_parallel_size > 1:
+        layout += f" x {command.pipeline_parallel_size} stages"
+    return f"for {layout}, "
 
 
 def run_plan(command: PlanConversion) -> int:

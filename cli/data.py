@@ -31,7 +31,7 @@ from ..trainer.logging.console import make_console
 from .arguments import given_value, read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_commands
-from .parsing import parse_words
+from .parsing import list_fields, parse_words, refuse_unknown_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +174,12 @@ class TrainTokenizer(Configurable):
         documents = Documents(choose_source(self.input), self.text_key)
         tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
         count = documents.report.documents
+        entries = f"{tokenizer.vocab_size} entries"
+        if tokenizer.vocab_size < self.vocab_size:
+            entries += f" (not {self.vocab_size}: the texts have no more)"
         console.print(
-            f"{find_url(self.output) or self.output}: {tokenizer.vocab_size} entries from {count} documents"
+            f"{find_url(self.output) or self.output}: {entries} from {count} documents",
+            soft_wrap=True,
         )
         _print_bad(console, documents.report)
 
@@ -201,6 +205,7 @@ HELP = {
 def main(argv: list[str]) -> int:
     """Runs `shardzoo data …`. Returns 0, or 2 after a user's error and one line on stderr."""
     show_commands("shardzoo data", "Prepares corpora and tokenizers.", HELP, argv)
+    refuse_unknown_command("shardzoo data", HELP, argv)
 
     def work() -> int:
         command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
@@ -212,7 +217,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(str(error)) from error
         return 0
 
-    return run_and_report(work)
+    return run_and_report(work, options=list_fields(HELP[argv[0]].arguments))
 
 
 def add_config(argv: list[str]) -> list[str]:

@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
         words = [*values, *argv]
         return run(parse_words(EstimateArguments, words, HELP.program))
 
-    return run_and_report(work)
+    return run_and_report(work, options=names)
 
 
 def read_run_file(path: Path, names: Sequence[str]) -> list[str]:
@@ -327,6 +327,7 @@ def describe_settings(job: Job) -> str:
         job.precision,
         job.optimizer,
         f"recompute {job.recompute}",
+        name_engine(job),
     ]
     sizes = {
         "tp": job.tensor_parallel_size,
@@ -342,10 +343,20 @@ def describe_settings(job: Job) -> str:
     return "for " + ", ".join(parts)
 
 
+def name_engine(job: Job) -> str:
+    """Returns what runs the training step."""
+    if job.fsdp:
+        return "FSDP2"
+    if job.stage is not None:
+        return f"DeepSpeed with ZeRO stage {job.stage}"
+    return "DDP" if job.data_parallel_size > 1 else "PyTorch"
+
+
 def build_table(found: Estimate, arguments: EstimateArguments, job: Job) -> Table:
     """Returns a table of the memory in use at the peak, and of the settings that it is for."""
     title = f"{arguments.model}: {found.parameters:,} parameters"
-    if arguments.model_parallel_size * arguments.pipeline_parallel_size > 1:
+    parts = job.tensor_parallel_size * job.pipeline_parallel_size * job.expert_parallel_size
+    if parts > 1:
         title += " on a rank"
     if found.trained != found.parameters:
         title += f", {found.trained:,} of them trained"

@@ -33,6 +33,7 @@ from .continued_runs import (
 )
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
+from .parsing import list_fields
 from .rank_errors import read_rank, run_and_report_once
 from .spellings import SHORT_NAMES
 
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(trainer)
         return 0
 
-    return run_and_report_once(work, launch)
+    return run_and_report_once(work, launch, list_fields(FinetuneCommand))
 
 
 def run_script() -> NoReturn:

@@ -19,12 +19,13 @@ from ..data.text.lines import begins_json_array, iter_json_records, iter_text_li
 from ..data.text.records import check_text
 from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
-from ..files.verbosity import take_verbosity
+from ..files.verbosity import is_quiet, take_verbosity
 from ..models.generation.settings import GenerationSettings
 from ..trainer.precisions import PrecisionName
 from .arguments import parse, read_yaml
 from .console import USAGE_ERROR, prints_utf8, run_and_report
 from .help import HelpPage
+from .parsing import list_fields
 from .spellings import SHORT_NAMES
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 # A precision -> torch's name of the data type.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Settings that are probabilities, or parts of one.
+SHARES = ("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SAMPLING = ("temperature", "top_k", *SHARES, "seed")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,18 @@ class GenerateArguments(GenerationSettings):
     bad_words_ids: Annotated[Any, tyro.conf.Suppress] = None
     sequence_bias: Annotated[Any, tyro.conf.Suppress] = None
     watermarking_config: Annotated[Any, tyro.conf.Suppress] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in SHARES:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, not {value:g}")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be above 0, not {self.temperature:g}; without do_sample the "
+                "most likely token is taken"
+            )
 
 
 HELP = HelpPage(
@@ -164,7 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch is None:
         return USAGE_ERROR
     quiet = not launch.is_first
-    return run_and_report(lambda: start(argv, launch, quiet), quiet=quiet)
+    return run_and_report(
+        lambda: start(argv, launch, quiet), quiet=quiet, options=list_fields(GenerateArguments)
+    )
 
 
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
@@ -208,6 +226,8 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
         raise ValueError(
             f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json"
         )
+    if not all(arguments.prompt):
+        raise ValueError("--prompt is empty: write a text, or lines on standard input")
     if arguments.prompt and arguments.file:
         raise ValueError("--prompt and --file are both given: use one of them")
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
@@ -270,6 +290,8 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
         tokenizer=arguments.tokenizer,
         adapter=arguments.adapter,
     )
+    if launch.is_first and not is_quiet():
+        tell_unused(pipeline, settings)
     # The first rank reads the prompts, and the others get each batch from it.
     prompts: Iterator[str] = iter(())
     if launch.is_first:
@@ -291,6 +313,21 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
     if not count:
         raise ValueError("there is no prompt: pass --prompt, --file, or lines on standard input")
     return 0
+
+
+def tell_unused(pipeline: TextGenerationPipeline, settings: dict[str, Any]) -> None:
+    """Says which of the given settings change nothing, because tokens are not sampled."""
+    from ..models.generation.generation_config import resolve_settings
+
+    if resolve_settings(pipeline.model, None, dict(settings)).do_sample:
+        return
+    unused = [f"--{name.replace('_', '-')}" for name in SAMPLING if name in settings]
+    if unused:
+        print(
+            f"notice: {', '.join(unused)} change nothing without --do-sample: the most likely "
+            "tokens are taken",
+            file=sys.stderr,
+        )
 
 
 def print_texts(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin
 
 import tyro
 
-from .console import print_error
+from .console import USAGE_ERROR, print_error
 
 LONGEST_HINT = 60  # characters of an argument's text in a message
 
@@ -27,20 +29,52 @@ def parse_words(
         program: The name of the command, for messages.
         options: More arguments of `tyro.cli`.
     """
-    with errors_in_one_line():
+    with errors_in_one_line(list_fields(kind)):
         return tyro.cli(kind, prog=program, args=words, console_outputs=not quiet, **options)
 
 
+def list_fields(kind: Any) -> list[str]:
+    """Returns the names of the fields of a dataclass, or of those in a union."""
+    names: list[str] = []
+    for part in get_args(kind) or (kind,):
+        if get_origin(part) is not None:
+            names += list_fields(part)
+        elif is_dataclass(part):
+            names += [field.name for field in fields(part)]
+    return names
+
+
+def refuse_unknown_command(program: str, names: Iterable[str], words: Sequence[str]) -> None:
+    """Exits with code 2 after one line, unless the first word is one of the commands `names` of a
+    program.
+    """
+    names = list(names)
+    if words and words[0] in names:
+        return
+    if not words or words[0].startswith("-"):
+        message = f"{program} needs a command: {', '.join(names)}"
+    else:
+        message = f"there is no command {f'{program} {words[0]}'!r}"
+        close = difflib.get_close_matches(words[0], names, n=1)
+        message += f"; did you mean {close[0]}?" if close else f"; use one of {', '.join(names)}"
+    print_error(ValueError(message))
+    raise SystemExit(USAGE_ERROR)
+
+
 @contextmanager
-def errors_in_one_line() -> Generator[None]:
-    """Prints one line instead of each box that tyro prints before it exits."""
+def errors_in_one_line(options: Iterable[str] = ()) -> Generator[None]:
+    """Prints one line instead of each box that tyro prints before it exits.
+
+    Args:
+        options: The names of arguments, which the line spells as options.
+    """
     shown = io.StringIO()
     try:
         with redirect_stderr(shown):
             yield
     except SystemExit as end:
         if end.code and shown.getvalue().strip():
-            print_error(ValueError(shorten_box(shown.getvalue())))
+            print_error(ValueError(shorten_box(shown.getvalue())), options)
         raise
     sys.stderr.write(shown.getvalue())
 
@@ -70,8 +104,22 @@ def shorten_box(box: str) -> str:
             message += f"; see {page[1]}" if page else ""
         elif words and not words.startswith("Argument helptext"):
             message += f"; {words}" if message else words
-    message = message.strip().removeprefix("Error parsing ").replace(".; ", "; ")
+    # A dataclass's name says nothing to who types a command.
+    message = re.sub(r"^Error parsing (?:[A-Z]\w*: )?", "", message.strip()).replace(".; ", "; ")
+    message = re.sub(
+        r"^[Ii]nvalid choice '([^']*)' for argument '([^']*)'. Expected one of \(([^)]*)\)",
+        lambda found: _explain_choice(*found.groups()),
+        message,
+    ).replace("?; see", "? See")
     return message[:1].lower() + message[1:]
+
+
+def _explain_choice(given: str, option: str, listed: str) -> str:
+    """Returns what an option may be, and which of that a wrong value may mean."""
+    choices = re.findall(r"'([^']*)'", listed) or listed.split(", ")
+    text = f"{option} must be one of {', '.join(choices)}, not {given!r}"
+    close = difflib.get_close_matches(given, choices, n=1)
+    return f"{text}; did you mean {close[0]}?" if close else text
 
 
 def _list_missing(lines: Sequence[str]) -> str:

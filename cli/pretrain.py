@@ -39,6 +39,7 @@ from .continued_runs import (
 )
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
+from .parsing import list_fields
 from .rank_errors import read_rank, run_and_report_once
 from .spellings import SHORT_NAMES
 
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pretraining.run()
         return 0
 
-    return run_and_report_once(work, launch)
+    return run_and_report_once(work, launch, list_fields(PretrainCommand))
 
 
 def run_script() -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from ..files.verbosity import is_verbose
@@ -33,12 +33,17 @@ def read_rank() -> RankInfo | None:
         return None
 
 
-def run_and_report_once(work: Callable[[], int], launch: RankInfo) -> int:
+def run_and_report_once(
+    work: Callable[[], int], launch: RankInfo, options: Sequence[str] = ()
+) -> int:
     """Runs a command on this rank and returns its exit code.
 
     A user's error (`ValueError`, `OSError`) becomes exit code 2 and a message on stderr. The first
     rank reports an error that all ranks raise. An error that only other ranks raise is reported by
     them.
+
+    Args:
+        options: The names of the command's arguments, which messages spell as options.
     """
     print_any_text()
     silence_optional_libraries()
@@ -47,20 +52,20 @@ def run_and_report_once(work: Callable[[], int], launch: RankInfo) -> int:
     except Exception as error:
         known = find_user_error(error)
         if launch.world_size == 1:
-            _report(known)
+            _report(known, options)
         else:
-            _report_once(known, launch)
+            _report_once(known, launch, options)
         return USAGE_ERROR
 
 
-def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
+def _report_once(error: ValueError | OSError, launch: RankInfo, options: Sequence[str]) -> None:
     import torch.distributed as dist  # It takes seconds.
 
     if not dist.is_initialized():
         # Ranks of one machine have read the same command line and the same files.
         is_first_of_machine = launch.local_rank == 0 and launch.rank >= launch.local_world_size
         if launch.is_first or is_first_of_machine:
-            _report(error)
+            _report(error, options)
         else:
             # A launcher stops all ranks as soon as one has failed, which must not be before the
             # report.
@@ -75,7 +80,7 @@ def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
     awaited = [reported]
     if launch.is_first:
         awaited = seen[1:]
-        _report(error)
+        _report(error, options)
         store.set(reported, "")
     try:
         store.wait(awaited, REPORT_TIMEOUT)
@@ -84,14 +89,14 @@ def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
         # Either the time is over, or the store has ended with the first rank, which then did not
         # raise this error.
         if not launch.is_first:
-            _report(error)
+            _report(error, options)
 
 
-def _report(error: ValueError | OSError) -> None:
+def _report(error: ValueError | OSError, options: Sequence[str]) -> None:
     """Prints the message, and the traceback with `--verbose`, or if a ValueError was raised outside
     this package.
     """
-    print_error(error)
+    print_error(error, options)
     if isinstance(error, OSError):  # of the user's disk
         return
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

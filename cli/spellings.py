@@ -6,8 +6,9 @@ such as `--tp`. Names of earlier releases and of one command alone go on, with a
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..files.verbosity import is_quiet
 
@@ -94,3 +95,36 @@ def respell(
             value = words.pop(0) if words else ""
         options.append(f"{written}={VALUES[target].get(value, value)}")
     return [*first, *options]
+
+
+# Files whose keys are spelled with underscores, so that a message about one keeps them.
+KEYED_FILE = re.compile(r"(config|deepspeed)[\w.-]*\.json|\.ya?ml\b")
+
+
+def name_options(message: str, names: Iterable[str]) -> str:
+    """Returns a message in which the arguments of a command are spelled as on the command line:
+    `do_sample=True` is `--do-sample`, and `num_beams=1` is `--num-beams 1`.
+
+    A message about a file of settings stays as it is.
+
+    Args:
+        names: The command's arguments. One of a single word is found only before a `=`.
+    """
+    known = set(names)
+    if not known or KEYED_FILE.search(message):
+        return message
+
+    def spell(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in known or ("_" not in name and value is None):
+            return found[0]
+        option = name.replace("_", "-")
+        if value == "False":
+            return f"--no-{option}"
+        return f"--{option}" if value in (None, "True") else f"--{option} {value}"
+
+    spelled = re.sub(
+        r"(?<![\w./'\"{-])([a-z]\w*)(?:=('[^']*'|[\w.+-]*\w))?(?![\w'\"(/}]|\.\w)", spell, message
+    )
+    # What was said for Python too, as in `--overwrite (overwrite=True)`.
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", spelled)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # The package that each store needs, and the extra of shardzoo that installs it.
 PACKAGES = {
@@ -46,6 +46,7 @@ _CLIENTS = frozenset(
     (
         "aiobotocore",
         "aiohttp",
+        "azure",
         "botocore",
         "fsspec",
         "gcsfs",
@@ -134,7 +135,10 @@ def list_objects(url: str) -> dict[str, StoredObject]:
     with _one_line(url):
         filesystem = _open_store(url)
         root = _strip(filesystem, url)
-        found = filesystem.find(root, detail=True)
+        answer: Any = filesystem.find(root, detail=True)
+        # adlfs answers with a list of one name, or of none.
+        is_list = isinstance(answer, list)
+        found: dict[str, Any] = dict.fromkeys(cast(list[str], answer)) if is_list else answer
         objects: dict[str, StoredObject] = {}
         for name, info in found.items():
             relative = _strip(filesystem, name).removeprefix(root)
@@ -266,7 +270,9 @@ def _one_line(url: str) -> Generator[None]:
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "the object exists", url) from None
     except FileNotFoundError as error:
-        reason = _first_line(error) if "bucket" in str(error) else "there is no such object"
+        reason = (
+            _first_line(error) if "bucket does not" in str(error) else "there is no such object"
+        )
         raise FileNotFoundError(errno.ENOENT, reason, url) from None
     except Exception as error:
         module = type(error).__module__.partition(".")[0]

@@ -189,7 +189,8 @@ def find_source(
 
     Args:
         name: A URL or a path.
-        patterns: The names of the files that are needed.
+        patterns: The names of the files that are needed, in any folder, or paths relative to the
+            URL.
         largest: Bytes of a file that is fetched; larger ones are stand-ins.
         ranged: Endings of other files that are stand-ins.
 
@@ -209,7 +210,7 @@ def find_source(
     wanted: dict[str, StoredObject] = {}
     for path, found in objects.items():
         file = PurePosixPath(path).name
-        if not path or any(fnmatch(file, pattern) for pattern in patterns):
+        if not path or path in patterns or any(fnmatch(file, pattern) for pattern in patterns):
             wanted[path] = found
     copy.make()
     with copy.locked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from typing import Any
 from ..checkpoint.folder_files import GENERATION_CONFIG, STATE, replace_saved_model
 from ..data.tokenizers.tokenizer import check_saved_copy
 from ..files.working_copies import WorkingCopy, find_source, name_urls
+from ..models import family
 from ..models.generation.generation_config import TOKENS, GenerationConfig
 from ..models.lora import save_adapter
+from ..models.saving import CARD
 from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.run_folder import RunFolder, make_run_folder
@@ -111,6 +114,9 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
         on_first_rank(lambda: model.save_pretrained(partial))
 
     def complete() -> None:
+        if adapted is not None and not (partial / CARD).exists():
+            text = adapter_card(source, adapted.config.task_type)
+            (partial / CARD).write_text(text, encoding="utf-8")
         # peft's files do not hold the labels of a head.
         if adapted is not None and adapted.config.task_type not in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
             model.config.save(partial)
@@ -123,6 +129,27 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
         replace_saved_model(folder, partial)
 
     on_first_rank(complete)
+
+
+def adapter_card(source: ModelSource, task: str | None) -> str:
+    """Returns the text of a README.md beside LoRA weights: of which model they are, and how they are
+    used.
+
+    Args:
+        task: peft's name of the task, such as "CAUSAL_LM".
+    """
+    base = name_urls(str(source.folder.resolve()))
+    command = f"shardzoo generate --model {shlex.quote(base)} --adapter . --prompt TEXT"
+    classes = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM"}
+    text = f"---\nlibrary_name: peft\ntags:\n- shardzoo\n- lora\n- {source.model_type}\n---\n\n"
+    text += f"# LoRA weights, fine-tuned with shardzoo\n\nThey are for the model in `{base}`.\n"
+    if task in classes:
+        text += f"\n## How they are used\n\nIn this folder:\n\n```bash\n{command}\n```\n"
+        if family(source.model_type).in_transformers:
+            name = classes[task]
+            text += f"\n```python\nfrom peft import {name}\n\n"
+            text += f'model = {name}.from_pretrained(".")\n```\n'
+    return text
 
 
 def check_destination(folder: Path) -> None:

@@ -32,7 +32,7 @@ from ..trainer.evaluation import Metric
 from ..trainer.launch.launch import count_processes
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
-from ..trainer.lora import convert_to_lora, has_lora, lora_settings, take_adapter
+from ..trainer.lora import check_lora_names, convert_to_lora, has_lora, lora_settings, take_adapter
 from ..trainer.run_folder import RunFolder
 from ..trainer.run_lock import return_folder
 from ..trainer.trainer import Trainer as BaseTrainer
@@ -182,6 +182,7 @@ class Trainer(BaseTrainer):
             config = task_config(source, task)
             check_layout(self.arguments, config, rank_info)
             check_stored_model(source.folder, config, label_modules(config))
+            check_lora_names(config, self.arguments)
         if self.arguments.dry_run:
             self._show_plan(source, task)
 

@@ -297,6 +297,13 @@ from .t5gemma import (
     T5GemmaForTokenClassification,
     T5GemmaModel,
 )
+from .t5gemma2 import (
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
+    T5Gemma2ForSequenceClassification,
+    T5Gemma2ForTokenClassification,
+    T5Gemma2Model,
+)
 from .umt5 import (
     UMT5Config,
     UMT5EncoderModel,
@@ -572,6 +579,11 @@ __all__ = [
     "T5ForQuestionAnswering",
     "T5ForSequenceClassification",
     "T5ForTokenClassification",
+    "T5Gemma2Config",
+    "T5Gemma2ForConditionalGeneration",
+    "T5Gemma2ForSequenceClassification",
+    "T5Gemma2ForTokenClassification",
+    "T5Gemma2Model",
     "T5GemmaConfig",
     "T5GemmaEncoderModel",
     "T5GemmaForConditionalGeneration",

@@ -138,6 +138,7 @@ class BlockSpec:
         own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share
             one.
         cross: Whether the block also attends to a source.
+        merged: Whether its attention sees the keys of a source behind its own.
         gated: Whether the feed-forward block has a gate.
         fused: Whether the gate and the up projection are one parameter.
         key_value_heads: The number of key and value heads for grouped-query attention; by default
@@ -183,6 +184,7 @@ class BlockSpec:
     bias: bool = False
     own_bias: bool = False
     cross: bool = False
+    merged: bool = False
     gated: bool = False
     fused: bool = False
     key_value_heads: int | None = None
@@ -368,6 +370,8 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     lengths = [_own_length(stack, batch)]
     if block.block_length:
         total += _local_attention(stack, batch, layout, without_core=without_core)
+    elif block.merged:
+        total += _merged_attention(stack, batch, layout, without_core=without_core)
     elif block.latent is None:
         total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     else:
@@ -381,7 +385,7 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         total += (2 * tokens * inner + 2 * batch.size * batch.length * key_value) * e
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
-        if block.block_length and number == 0:
+        if number == 0 and (block.block_length or block.merged):
             continue
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
     if block.own_bias and _in_blocks(block, layout, lengths[0], lengths[0], crosses=False):
@@ -398,7 +402,7 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e
-    if block.attention_dropout and not block.block_length:
+    if block.attention_dropout and not block.block_length and not block.merged:
         dropping = [
             not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False)
             for keys in lengths
@@ -494,6 +498,36 @@ def _attention_features(
     # v is a view of qkv, which is kept as a whole.
     rotated = inner + key_value if block.rotary else 0
     return qkv + inner + rotated
+
+
+def _merged_attention(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+    """Returns the bytes that attention to own tokens and to a source keeps."""
+    block = stack.block
+    e = layout.itemsize
+    inner = block.heads * block.head_size
+    key_value = block.key_value_size
+    queries = _own_length(stack, batch)
+    keys = queries + batch.length
+    projected = batch.size * keys  # the tokens of which there are queries, keys and values
+    # What is projected, the statistics of the source's keys, the rotated queries, and the output.
+    total = projected * (inner + 2 * key_value) * e
+    total += batch.size * batch.length * key_value // block.head_size * FP32
+    total += 2 * batch.size * queries * inner * e
+    # All keys and values, with each head repeated where the weights are written.
+    eager = not without_core and _materializes_weights(block, layout, queries, keys, crosses=False)
+    total += 2 * projected * (inner if eager else key_value) * e
+    in_blocks = _in_blocks(block, layout, queries, keys, crosses=False)
+    if block.attention_dropout and (in_blocks or not without_core):
+        total += batch.size * INT64
+    if in_blocks:
+        return total + batch.size * block.heads * queries * FP32
+    if without_core:
+        return total
+    if eager:
+        kept = 2 if block.attention_dropout else 1
+        return total + batch.size * block.heads * queries * keys * e * kept
+    masks = batch.size if batch.padded else 1
+    return total + batch.size * block.heads * queries * FP32 + masks * queries * keys * e
 
 
 def _latent_attention(

@@ -37,7 +37,12 @@ def find_config(name: str) -> ModelConfig:
     for preset, config in presets():
         if preset == name:
             return config.with_changes()  # The caller may change it.
-    return config_from_dict(read_config_values(name))
+    values = read_config_values(name)
+    try:
+        return config_from_dict(values)
+    except ValueError as error:
+        file = Path(name, CONFIG) if Path(name).is_dir() else name
+        raise ValueError(f"{file}: {error}") from None
 
 
 def read_config_values(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..mpu import context_size
-from .blocks.cache import NewCache, TransformersCache
+from .blocks.cache import Cache, NewCache, TransformersCache
 from .blocks.masks import number_pieces
 from .outputs import LazyPast, ModelOutput
 from .pipeline import list_stacks
@@ -121,6 +121,7 @@ def name_inputs(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
         raise TypeError(f"{kind.__name__} got two values for {min(repeated)}")
     named.update(options)
     known: frozenset[str] = kind.call_names
+    rename_cache(kind, named)
     unknown = named.keys() - known
     if unknown:
         raise TypeError(
@@ -128,6 +129,28 @@ def name_inputs(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
             f"{', '.join(inspect.signature(model.forward).parameters)}"
         )
     return {name: value for name, value in named.items() if value is not None}
+
+
+def rename_cache(kind: Any, named: dict[str, Any]) -> None:
+    """Calls a cache of transformers `past_key_values`, where transformers 5.24 and later call it
+    `cache`. The zoo's own is called so too, and keeps that name.
+
+    Args:
+        kind: The class of the model.
+        named: The arguments of a call, which are changed in place.
+
+    Raises:
+        TypeError: Both names are given.
+    """
+    if "cache" not in named or "past_key_values" not in kind.call_names:
+        return
+    if "cache" in kind.call_names and isinstance(named["cache"], (Cache, NoneType)):
+        return
+    given = named.pop("cache")
+    if given is not None and named.get("past_key_values") is not None:
+        raise TypeError(f"{kind.__name__} got two caches, cache and past_key_values: pass one")
+    if given is not None:
+        named["past_key_values"] = given
 
 
 def resolve_inputs(model: Any, named: dict[str, Any]) -> None:

@@ -749,6 +749,8 @@ def _describe_mismatch(annotation: Any, value: Any) -> str | None:
         return None if value in arguments else " or ".join(map(repr, arguments))
     if origin in (list, dict):
         return _describe_mismatched_items(origin, arguments, value)
+    if annotation is object:  # what a file has, and the zoo only keeps
+        return None
     kinds = (int, float) if annotation is float else annotation
     is_flag = isinstance(value, bool) and annotation is not bool  # bool is a subclass of int
     if isinstance(value, kinds) and not is_flag:

@@ -80,6 +80,8 @@ class Family:
         tasks: Name of a fine-tuning task -> the architecture that is trained for it. Those that
             follow from the names of the architectures are added.
         in_transformers: Whether transformers has this family under the same `model_type`.
+        transformers_agrees: Whether transformers' model computes what this one does, so that it can
+            evaluate what was trained here.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
         blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary;
             None finds it.
@@ -108,6 +110,7 @@ class Family:
     tokenizers: Mapping[str, str] = field(default_factory=dict[str, str])
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     in_transformers: bool = True
+    transformers_agrees: bool = True
     masks_padding: bool = True
     blank_text: Callable[[Path, Any], BlankText] | None = None
     has_config: Callable[[Mapping[str, Any]], bool] | None = None

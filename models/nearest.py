@@ -33,10 +33,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "mpt": ("gpt2", "ALiBi, a bias of attention scores"),
     "opt": ("gpt2", "positions that start at 2 after padding"),
     "phi": ("llama", "blocks with attention and MLP side by side"),
-    "t5gemma2": (
-        "t5gemma",
-        "a decoder whose attention sees the encoder's output too, and the part that reads images",
-    ),
     "prophetnet": ("bart", "n-gram prediction"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }

@@ -50,6 +50,8 @@ class ModelOutput:
     returns the values. The fields that transformers' output has for the same class are there, None
     if they are absent. The classes are nodes for PyTorch's trees, and instances can be pickled.
 
+    `past_key_values` is also read as `cache`, its name in transformers 5.24 and later.
+
     A field with `absent` as its default factory may be a `LazyValue`. Reading `LazyLogits` computes
     them, so all tensor-parallel ranks must read them.
     """
@@ -82,6 +84,8 @@ class ModelOutput:
 
     def __getattr__(self, name: str) -> Any:
         deferred = vars(self).get("_lazy_values", {})
+        if name == "cache" and any(field.name == "past_key_values" for field in fields(self)):
+            return self.past_key_values
         if name not in deferred:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = deferred[name].read(name)
@@ -107,16 +111,21 @@ class ModelOutput:
         return tuple((name, getattr(self, name)) for name in self.keys())
 
     def get(self, key: str, default: Any = None) -> Any:
-        return getattr(self, key) if key in self else default
+        return getattr(self, self._find_key(key)) if key in self else default
 
     def to_tuple(self) -> tuple[Any, ...]:
         return self.values()
 
     def __contains__(self, key: object) -> bool:
-        return key in self.keys()
+        return self._find_key(key) in self.keys()
+
+    def _find_key(self, key: Any) -> Any:
+        """Returns the key of the field that `key` names."""
+        return "past_key_values" if key == "cache" else key
 
     def __getitem__(self, key: int | slice | str) -> Any:
         names = self.keys()
+        key = self._find_key(key)
         if isinstance(key, slice):
             return tuple(getattr(self, name) for name in names[key])
         if not isinstance(key, str):
@@ -127,6 +136,7 @@ class ModelOutput:
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Replaces the value of a field, or adds one, as transformers' pipelines do."""
+        key = self._find_key(key)
         if key not in {field.name for field in fields(self)}:
             added: dict[str, None] = vars(self).setdefault("_added_names", {})
             added[key] = None

@@ -442,7 +442,10 @@ def model_card(
     card = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {title}\n\n"
     card += f"| | |\n|---|---|\n{rows}"
     parts = dict(sections or {})
-    parts["How it is loaded"] = f"In this folder:\n\n```python\n{load}\n```"
+    parts["How it is loaded"] = (
+        f"In the Hugging Face folder:\n\n```python\n{load}\n```\n\nIn a folder of shards that "
+        '`shardzoo convert` has made of it: `shardzoo.from_pretrained(".", mesh)`.'
+    )
     for name, text in parts.items():
         card += f"\n## {name}\n\n{text}\n"
     return card

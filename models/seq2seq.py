@@ -23,7 +23,7 @@ from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import BlockList
-from .calls import keep_positions, take_cache
+from .calls import keep_positions, rename_cache, take_cache
 from .language_model import IGNORED, LanguageModel, TokenCount, count_mask, vocabulary_head
 from .outputs import BackboneOutput, BaseModelOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
 from .pipeline import find_stage
@@ -375,6 +375,7 @@ class Seq2SeqBackbone(Backbone):
         encoder_attention_mask: Tensor | None = None,
         *,
         past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
@@ -388,13 +389,16 @@ class Seq2SeqBackbone(Backbone):
                 its own positions alone.
             encoder_attention_mask: [B, S], 0 for padding.
             past_key_values: A cache of transformers with M earlier positions.
+            cache: The same, by the name of transformers 5.24 and later.
             use_cache: Whether to extend it, or to make one.
         """
         if self.stage is not None:
             raise ValueError("the decoder alone needs a model without pipeline stages")
         named: dict[str, Any] = {"use_cache": use_cache}
-        if past_key_values is not None:
-            named["past_key_values"] = past_key_values
+        for name, value in (("past_key_values", past_key_values), ("cache", cache)):
+            if value is not None:
+                named[name] = value
+        rename_cache(type(self), named)
         past = take_cache(self, named)
         source = None
         if encoder_hidden_states is not None:

@@ -244,20 +244,31 @@ def sum_over_replicas(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
 class _ExchangeRows(Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        longest: int | None,
     ) -> Tensor:
         ctx.sent = sent
         ctx.received = received
         ctx.group = group
-        return all_to_all_rows(rows, sent, received, group)
+        ctx.longest = longest
+        return all_to_all_rows(rows, sent, received, group, longest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        return all_to_all_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        grad = all_to_all_rows(grads[0], ctx.received, ctx.sent, ctx.group, ctx.longest)
+        return grad, None, None, None, None
 
 
 def exchange_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    longest: int | None = None,
 ) -> Tensor:
     """Sends each rank of a group its rows, and returns those that the ranks have sent to this one,
     [sum(received), ...], in rank order.
@@ -265,18 +276,26 @@ def exchange_rows(
     Args:
         rows: [sum(sent), ...]: first those for rank 0, then those for rank 1, and so on.
         sent, received: The number of rows for and from each rank.
+        longest: The most rows that any rank sends to another, if all ranks know it: CPU tensors
+            then go through shared memory.
     """
-    return _ExchangeRows.apply(rows, sent, received, group)
+    return _ExchangeRows.apply(rows, sent, received, group, longest)
 
 
 # Collectives that autograd does not record.
 
 
 def all_to_all_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    longest: int | None = None,
 ) -> Tensor:
     """Does what `exchange_rows` does."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
+    if longest is not None and (channel := shared_memory.find(rows, group)):
+        return shared_memory.exchange(channel, rows.contiguous(), out, sent, received, longest)
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -53,6 +54,7 @@ class TokenRoutes:
 
     Attributes:
         sent, received: The number of rows for and from each rank.
+        longest: The most rows that any rank sends to another.
         order: int64 [sum(received)], the places of the received rows, which are in the order of
             ranks, when they are sorted by expert.
         counts: int64 [Ep], the number of received rows of each expert of this rank.
@@ -60,6 +62,7 @@ class TokenRoutes:
 
     sent: list[int]
     received: list[int]
+    longest: int
     order: Tensor
     counts: Tensor
 
@@ -268,13 +271,15 @@ class ParallelExperts(SplitLayer):
         travelling = sum(routes.sent)
         if travelling < total:
             rows = rows[:travelling]
-        rows = exchange_rows(rows, routes.sent, routes.received, group)
+        rows = exchange_rows(rows, routes.sent, routes.received, group, routes.longest)
         if keys is not None:
-            keys = exchange_rows(keys[:travelling], routes.sent, routes.received, group)
+            keys = exchange_rows(
+                keys[:travelling], routes.sent, routes.received, group, routes.longest
+            )
             keys = keys.index_select(0, routes.order)
         rows = self.compute(permute_rows(rows, routes.order), routes.counts, keys)
         rows = permute_rows(rows, routes.order.argsort())
-        rows = exchange_rows(rows, routes.received, routes.sent, group)
+        rows = exchange_rows(rows, routes.received, routes.sent, group, routes.longest)
         if travelling < total:
             rows = F.pad(rows, (0, 0, 0, total - travelling))
         return rows
@@ -333,15 +338,15 @@ class ParallelExperts(SplitLayer):
         numbers = torch.arange(mine.numel(), device=counts.device) % mine.shape[1]
         # The only wait of the host: it must know all numbers to receive.
         table = cast(list[list[int]], cast(Any, by_rank).tolist())
-        sent: list[int] = []
-        received: list[int] = []
-        for rank in range(size):
-            start = find_first_unit(self.count, rank, size)
-            stop = find_first_unit(self.count, rank + 1, size)
-            sent.append(sum(table[mesh.rank_in("expert")][start:stop]))
-            received.append(sum(table[rank][self.first : self.last]))
+        bounds = [find_first_unit(self.count, rank, size) for rank in range(size + 1)]
+        # The rows from each rank to each rank.
+        pairs = [[sum(row[a:b]) for a, b in pairwise(bounds)] for row in table]
+        own = mesh.rank_in("expert")
+        sent = pairs[own]
+        received = [row[own] for row in pairs]
+        longest = max(count for a, row in enumerate(pairs) for b, count in enumerate(row) if a != b)
         experts = numbers.repeat_interleave(mine.flatten(), output_size=sum(received))
-        return TokenRoutes(sent, received, experts.argsort(stable=True), mine.sum(0))
+        return TokenRoutes(sent, received, longest, experts.argsort(stable=True), mine.sum(0))
 
     def extra_repr(self) -> str:
         dealt = ""

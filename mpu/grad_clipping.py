@@ -24,23 +24,31 @@ def grad_norm(
     Gradients must already be equal over the ranks that hold the same parameters, or be the parts
     that the ranks of `shard_group` have of them; that group then includes the ranks along the
     expert axis. A split parameter counts on every tensor-parallel rank, a replicated one only on
-    the first; experts that are dealt over ranks count on each of these, other parameters only on
-    the first rank along the expert axis. All pipeline stages count, except for
+    the first; experts that are dealt over ranks count on each of these, other parameters on one
+    rank along the expert axis, which share them out. All pipeline stages count, except for
     parameters that DeepSpeed marks `ds_pipe_replicated`. Every rank of a tensor × expert ×
     pipeline group must call this function.
     """
     parameters = list(parameters)
     # Whole gradients of other parameters are equal along the expert axis.
     sums_over_experts = mesh is not None and mesh.size("expert") > 1 and shard_group is None
-    counts_experts_alone = sums_over_experts and mesh is not None and mesh.rank_in("expert") > 0
+    # How many numbers of them each rank counts.
+    shares = [0]
+    own_share = 0
+    if sums_over_experts and mesh is not None:
+        shares = [0] * mesh.size("expert")
+        own_share = mesh.rank_in("expert")
     split: list[Tensor] = []
     replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
             continue
         is_expert = getattr(parameter, "expert_parallel", False)
-        if counts_experts_alone and not is_expert:
-            continue
+        if not is_expert:
+            counting = shares.index(min(shares))
+            shares[counting] += parameter.numel()
+            if counting != own_share:
+                continue
         if getattr(parameter, "tensor_model_parallel", False):
             split.append(parameter.grad)
         else:

@@ -90,6 +90,30 @@ def start(
     return finish
 
 
+def exchange(
+    channel: Channel, rows: Tensor, out: Tensor, sent: list[int], received: list[int], longest: int
+) -> Tensor:
+    """Sends each rank its rows, and returns `out` with those that have come from each.
+
+    Args:
+        rows: [sum(sent), ...], contiguous.
+        out: [sum(received), ...], contiguous.
+        sent, received: The number of rows for and from each rank.
+        longest: The most rows that any rank sends to another.
+    """
+    width = rows.shape[1:].numel()
+    number = channel.start_all_to_all(
+        DTYPES.index(rows.dtype),
+        rows,
+        out,
+        [count * width for count in sent],
+        [count * width for count in received],
+        longest * width,
+    )
+    channel.finish(number)
+    return out
+
+
 def _open(group: dist.ProcessGroup) -> Channel | None:
     """Opens the group's memory on all ranks, or on none if one of them cannot."""
     file = _make_file(group.size()) if group.rank() == 0 else -1

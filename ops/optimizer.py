@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .triton_kernels.optimizer import LaunchTable
 
 
+# What `adamw_together` takes as a gradient, and as a rounded copy.
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class AdamWTensors(NamedTuple):
     """What AdamW reads and writes of a parameter. All but `step` have its shape.
 
@@ -128,15 +132,21 @@ def suits_adamw_together(tensors: AdamWTensors) -> bool:
     gradient and the rounded copy.
     """
     parameter, gradient, average, square_average, step, rounded = tensors
-    wide = (parameter, average, square_average, step)
-    narrow = [gradient] if rounded is None else [gradient, rounded]
-    return (
-        not any(KINDS[type(each)] is Kind.INTERCEPTING_TENSOR for each in (*wide, *narrow))
-        and all(each.dtype == torch.float32 for each in wide)
-        and all(each.dtype in (torch.float32, torch.bfloat16, torch.float16) for each in narrow)
-        and all(each.is_contiguous() for each in (*wide, *narrow))
-        and all(each.device == parameter.device for each in (*wide, *narrow))
-    )
+    device = parameter.device
+    for each in (parameter, average, square_average, step):
+        if each.dtype != torch.float32 or not _is_dense(each, device):
+            return False
+    if gradient.dtype not in GRADIENT_DTYPES or not _is_dense(gradient, device):
+        return False
+    if rounded is None:
+        return True
+    return rounded.dtype in GRADIENT_DTYPES and _is_dense(rounded, device)
+
+
+def _is_dense(tensor: Tensor, device: torch.device) -> bool:
+    """Returns whether a tensor is on this device, in row-major order, and of a plain class."""
+    is_plain = KINDS[type(tensor)] is not Kind.INTERCEPTING_TENSOR
+    return is_plain and tensor.is_contiguous() and tensor.device == device
 
 
 def may_have_adamw_kernel(tensor: Tensor) -> bool:

@@ -81,7 +81,7 @@ class Op:
 
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
-        LIBRARY.impl(name, self._call, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, self._call_dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardzoo::{name}", self._fake, lib=LIBRARY)
         self._operator = getattr(torch.ops.shardzoo, name).default
 
@@ -103,12 +103,17 @@ class Op:
         first = arguments[0]
         if is_watched() or not (first.is_cpu or first.is_cuda):
             return self._operator(*arguments)
+        device = first.device
         gradient = False
         for value in arguments:
             kind = KINDS[type(value)]
+            if kind is Kind.OTHER:
+                continue
             if kind is Kind.INTERCEPTING_TENSOR:
                 return self._operator(*arguments)
-            if kind is Kind.PLAIN_TENSOR and value.requires_grad:
+            if value.device != device:
+                self._check_devices(arguments)
+            if value.requires_grad:
                 gradient = True
         if not gradient or not torch.is_grad_enabled():
             return self._call(*arguments)
@@ -145,6 +150,20 @@ class Op:
         outputs = self.allocate(*arguments)
         return outputs[0] if self._has_one_output else outputs
 
+    def _call_dispatched(self, *arguments) -> Any:
+        """Calls the operator for PyTorch's dispatcher."""
+        self._check_devices(arguments)
+        return self._call(*arguments)
+
+    def _check_devices(self, arguments: tuple) -> None:
+        """Raises ValueError if there are tensors on two devices."""
+        device = arguments[0].device
+        for value in arguments:
+            if KINDS[type(value)] is not Kind.OTHER and value.device != device:
+                raise ValueError(
+                    f"{self.name} got tensors on {device} and on {value.device}; use one device"
+                )
+
     def _call(self, *arguments) -> Any:
         outputs = self.allocate(*arguments)
         if not self.run_fast(arguments, outputs):
@@ -153,6 +172,7 @@ class Op:
         return outputs[0] if self._has_one_output else outputs
 
     def _call_out(self, *arguments, **outputs) -> None:
+        self._check_devices(arguments)
         targets = tuple(outputs[name] for name in self.outputs)
         described = self._describe_outputs(arguments)
         for name, target, expected in zip(self.outputs, targets, described, strict=True):
@@ -177,15 +197,10 @@ class Op:
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
         """Runs a variant other than the reference into `outputs`.
 
-        Returns False if the reference must run instead.
+        All tensors are on one device. Returns False if the reference must run instead.
         """
         first = arguments[0]
         device = first.device
-        for value in arguments:
-            if KINDS[type(value)] is not Kind.OTHER and value.device != device:
-                raise ValueError(
-                    f"{self.name} got tensors on {device} and on {value.device}; use one device"
-                )
         variant = variants.choose_variant(device.type)
         if variant not in self.variants:
             variant = self._choose_other_variant(device.type)

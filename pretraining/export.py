@@ -46,14 +46,21 @@ TextPiece = tuple[Sequence[int], bool]
 """Token ids, and whether the model wrote them."""
 
 
+def evaluates_in_transformers(config: ModelConfig) -> bool:
+    """Returns whether transformers evaluates an exported model of this configuration."""
+    found = family(config.model_type)
+    return found.in_transformers and found.transformers_agrees
+
+
 def load_exported(folder: Path) -> Any:
-    """Loads the folder's model in fp32, with transformers or, if it lacks the family, with the zoo.
+    """Loads the folder's model in fp32, with transformers or, where `evaluates_in_transformers` says
+    that it cannot compute the family, with the zoo.
 
     Raises:
         ValueError: Keys are missing or unexpected, of which transformers only warns.
     """
     config = find_config(str(folder))
-    if not family(config.model_type).in_transformers:
+    if not evaluates_in_transformers(config):
         return from_pretrained(folder, dtype=torch.float32)
     # Where torchao is installed, transformers imports it, and it warns of CUDA libraries on a CPU.
     for name in ("torchao", "torch.utils._pytree"):
@@ -99,6 +106,9 @@ def exported_loss(
             names = ("input_ids", "labels", "position_ids", "num_items_in_batch")
             batch = {name: batch[name] for name in names if name in batch}
             batch["use_cache"] = False
+        if getattr(model.config, "output_router_logits", False):
+            # transformers' Switch Transformer does not look into its configuration for it.
+            batch = {**batch, "output_router_logits": True}
         return model(**batch)
 
     def loss_on(device: torch.device) -> float:
@@ -353,12 +363,27 @@ def _mark(pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> str:
 
 
 def write_card(
-    folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str
+    folder: Path,
+    config: ModelConfig,
+    facts: Mapping[str, str],
+    *,
+    commands: Sequence[tuple[int, str]],
+    sample: str,
 ) -> None:
-    """Writes the folder's README.md: what the model is, how it was trained and how it is loaded."""
+    """Writes the folder's README.md: what the model is, how it was trained and how it is loaded.
+
+    Args:
+        commands: The command lines that have trained it, each with its first step.
+    """
+    lines: list[str] = []
+    for step, command in commands:
+        if step:
+            lines.append(f"# from step {step:,} on")
+        lines.append(command)
+    trained = "\n".join(lines)
     quoted = "".join(f"    {line}\n" for line in sample.splitlines())
     sections = {
-        "How it was trained": f"```bash\n{command}\n```",
+        "How it was trained": f"```bash\n{trained}\n```",
         "Sample": f"The model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text."
         f"\n\n{quoted}",
     }

@@ -24,7 +24,7 @@ from ..data import target_entropy
 from ..data.loading.pretraining import build_pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..files.verbosity import is_quiet
-from ..models import ParallelConfig, family, from_config, from_pretrained
+from ..models import ParallelConfig, from_config, from_pretrained
 from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
@@ -59,6 +59,7 @@ from .export import (
     check_export,
     check_tokenizer,
     complete_tokenizer,
+    evaluates_in_transformers,
     exported_loss,
     write_card,
     write_sample,
@@ -255,6 +256,7 @@ class Pretraining:
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
         if first_step:
             folder.record_arguments(arguments.run_arguments())
+            folder.record_command(first_step, command_line())
             mark_run_as_begun()
             return first_step
         if self.inputs.weights is not None:
@@ -263,6 +265,7 @@ class Pretraining:
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder.begin(arguments.run_arguments(), prepared)
+            folder.record_command(0, command_line())
             mark_run_as_begun()
         return 0
 
@@ -361,7 +364,7 @@ class Pretraining:
             collate=self.collate,
             device=self.trainer.device,
         )
-        in_transformers = family(self.config.model_type).in_transformers
+        in_transformers = evaluates_in_transformers(self.config)
         results = run_results(
             loss=loss,
             exported=exported,
@@ -375,8 +378,9 @@ class Pretraining:
         # Let the exported model write, and report.
         blanks = getattr(self.inputs.objective, "vocabulary", None)
         sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt, blanks=blanks)
+        commands = [(record["step"], record["command"]) for record in folder.commands()]
         write_card(
-            folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample
+            folder.hf, self.config, {**self.facts, **results}, commands=commands, sample=sample
         )
         heading = f"Sample: the exported model wrote the parts in {MARKS[0]} {MARKS[1]}"
         self.trainer.write_report({"Run": self.facts, "Export": results, heading: sample})

@@ -26,6 +26,7 @@ from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.launch import count_processes
 from ..trainer.launch.ranks import Ranks
+from ..trainer.lora import check_lora_names
 from ..trainer.run_folder import RunFolder
 from .arguments import PretrainingArguments
 from .inputs import Inputs
@@ -71,7 +72,7 @@ def run_facts(
     settings = ", ".join(f"{name}={value}" for name, value in asdict(inputs.objective).items())
     if settings:
         objective += f" ({settings})"
-    resuming = f", resuming from step {first_step:,}" if first_step else ""
+    resuming = f", last saved at step {first_step:,}" if first_step else ""
     return {
         "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, "
         f"{local:,} on a rank",
@@ -86,7 +87,7 @@ def run_facts(
         "engine": engine,
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
         f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
-        "steps": f"{steps:,}{resuming} = {steps * tokens:,} tokens",
+        "steps": f"{steps:,} = {steps * tokens:,} tokens{resuming}",
     }
 
 
@@ -131,6 +132,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     dp_size = processes // arguments.processes_of_a_replica * arguments.expert_parallel_size
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
+    check_lora_names(inputs.config, arguments)
     facts = run_facts(arguments, inputs, inputs.config, tp_size, dp_size)
     config, job = estimated_job(arguments, inputs, dp_size)
     job = with_stages(arguments, config, job)
@@ -221,7 +223,7 @@ def run_results(
         "held-out loss": compared_loss(loss, entropy),
         "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at "
         f"TP={ranks.tp_size}, difference {abs(exported - loss):.1e}",
-        "time": f"{minutes:.1f} minutes",
+        "time": f"{minutes:.1f} minutes from the first step to the held-out loss",
     }
 
 

@@ -10,11 +10,20 @@ from typing import Any
 
 import torch
 
+from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
-from ..models.lora import add_lora, import_peft, load_adapter, lora_config
+from ..models.lora import add_lora, attach_factors, import_peft, load_adapter, lora_config
 from .arguments.training_arguments import TrainingArguments
 
 REGEX = frozenset("\\*+?|()[]{}^$")
+
+
+def check_lora_names(config: ModelConfig, arguments: TrainingArguments) -> None:
+    """Raises ValueError if the arguments ask for LoRA weights that a model of the zoo cannot have,
+    such as those of a layer that it lacks. Reads no weights.
+    """
+    if arguments.lora_rank:
+        attach_factors(build_on_meta(config, None), lora_config(**lora_settings(arguments)))
 
 
 def has_lora(model: Any) -> bool:

@@ -35,6 +35,7 @@ OWN = (
     NEW_DATA,
     NEW_ARGUMENTS,
     "arguments.yaml",
+    "commands.jsonl",
     "metrics.jsonl",
     "metrics.partial",
     ".metrics.jsonl.partial",
@@ -63,6 +64,7 @@ class RunFolder:
     """The paths of a run. The most important ones are:
 
     - `arguments.yaml`: every argument, in the format that `--config` reads.
+    - `commands.jsonl`: the command lines that have trained the run, each with its first step.
     - `metrics.jsonl`: a line for each logged step.
     - `checkpoints/step-NNNNNN`: complete training checkpoints.
     - `data/`: the prepared corpus and its tokenizer.
@@ -87,6 +89,10 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def commands_file(self) -> Path:
+        return self.path / "commands.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -284,6 +290,26 @@ class RunFolder:
     def record_arguments(self, arguments: dict[str, object]) -> None:
         """Writes the arguments of a run; a full disk leaves those of before."""
         write_durably(self.arguments_file, yaml.safe_dump(arguments, sort_keys=False))
+
+    def record_command(self, step: int, command: str) -> None:
+        """Records the command line that trains from `step` on.
+
+        Those of later steps, which are not in the run any more, are removed.
+        """
+        kept = [record for record in self.commands() if record["step"] < step]
+        kept.append({"step": step, "command": command})
+        write_durably(self.commands_file, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def commands(self) -> list[dict[str, Any]]:
+        """Returns the command lines that have trained the run, as `step` and `command`, in order.
+
+        An earlier release has recorded none.
+        """
+        if not self.commands_file.exists():
+            return []
+        lines = self.commands_file.read_text(errors="replace").splitlines()
+        records = [record for line in lines if (record := parse_metrics_line(line))]
+        return [record for record in records if isinstance(record.get("command"), str)]
 
     def drop_after(self, step: int, *, evaluated: bool) -> None:
         """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no

@@ -58,7 +58,7 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         try:
-            lease.acquire()
+            _acquire(lease)
         except Timeout:
             # Of an owner that cannot be read, nothing says that it has ended.
             if lease.owner is None or _runs_here(lease.owner):
@@ -86,6 +86,20 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         except BaseException:
             return_folder(folder, send=False)
             raise
+
+
+def _acquire(lease: SoftFileLease) -> None:
+    """Takes the lease, also that of a process of this host that has ended.
+
+    Raises Timeout if another process has it.
+    """
+    try:
+        lease.acquire()
+    except Timeout:
+        # filelock 4.1 and earlier have only removed the lock of such a process.
+        if os.path.lexists(lease.lock_file):
+            raise
+        lease.acquire()
 
 
 def _wait_for(lease: SoftFileLease) -> None:

@@ -50,6 +50,7 @@ from shardzoo.ops.triton_kernels import attention
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "attention_matches or (triton and (40x130 or 64x4096 or reproducible))"
 LENGTHS = (1024, 4096)  # of the part `attention`
+PARTS = ("operators", "families", "training", "attention", *(f"steps_{name}" for name in WORKLOADS))
 KEPT = (".cubin", ".json")  # of a kernel's files, what is read to run it
 # One layer has all the kernels of a model, and the vocabulary has none of Triton.
 FEW = {
@@ -186,6 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True, help="folder of the compiled kernels")
     parser.add_argument("--architecture", type=int, default=90, help="such as 80 or 90")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the call")
     options = parser.parse_args()
     cache = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
@@ -196,24 +198,24 @@ def main() -> int:
         count = sum(1 for _ in cache.glob("*/*.cubin"))
         print(f"{name}: {count} kernels, {time.monotonic() - began:.0f} s", flush=True)
 
+    def run(name: str, run_part: Callable[[], None]) -> None:
+        if name in options.parts:
+            run_part()
+            tell(name)
+
     ops.library.missing_kernels("cpu")  # loads the compiled kernels
     with stand_in(options.architecture):
-        run_tests()
-        tell("operators")
+        run("operators", run_tests)
         with choosing_as_on_a_gpu():
-            run_families()
-            tell("families")
-            run_training()
-            tell("training")
-            run_attention()
-            tell("attention")
+            run("families", run_families)
+            run("training", run_training)
+            run("attention", run_attention)
             for name, workload in WORKLOADS.items():
-                run_workload(workload)
-                tell(name)
+                run(f"steps_{name}", lambda workload=workload: run_workload(workload))
     for path in cache.glob("*/*"):
         if path.suffix not in KEPT:
-            path.unlink()
-    size = sum(path.stat().st_size for path in cache.glob("*/*"))
+            path.unlink(missing_ok=True)  # another run of this program may have been quicker
+    size = sum(path.stat().st_size for path in cache.glob("*/*") if path.suffix in KEPT)
     print(f"{cache}: {size / 1e6:.0f} MB; TRITON_CACHE_DIR={cache} where the GPU is")
     return 0
 

@@ -36,6 +36,7 @@ Tensors = Mapping[str, StoredTensor]
 RowReader = Callable[[int, int], Tensor]
 
 PIECE_ELEMENTS = 1 << 18  # of the dequantized weight that are in memory at a time
+KEPT_WORDS = 1 << 21  # of a matrix of which columns are read
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 # The values of a number of 4 bits with 2 bits of exponent and one of mantissa (OCP MX, table 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -207,35 +208,38 @@ class Microscaled(QuantizedWeight):
     method: ClassVar[str] = "MXFP4"
 
     def open(self, reader: TensorReader) -> RowReader:
-        _, columns, rows = self.shape  # of an expert's result and of what is stored
+        def read_experts(start: int, stop: int) -> Tensor:
+            found = [torch.cat(list(self._expert(reader, e))) for e in range(start, stop)]
+            return torch.stack(found)
+
+        return read_experts
+
+    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
+        for expert in range(self.shape[0]):
+            for piece in self._expert(reader, expert):
+                yield piece.to(dtype)
+
+    def _expert(self, reader: TensorReader, expert: int) -> Iterator[Tensor]:
+        """Yields consecutive rows of an expert's matrix in bf16.
+
+        The packed expert, which is a quarter of them, is in memory, since each row is a stored
+        column.
+        """
+        rows = self.shape[2]  # of what is stored
         blocks = self.parts["weight"]
         groups = blocks.shape[2]
         table = torch.tensor(E2M1)
-
-        def read_expert(start: int, stop: int) -> Tensor:
-            assert stop == start + 1
-            result = torch.empty(1, columns, rows, dtype=torch.bfloat16)
-            step = max(1, PIECE_ELEMENTS // columns)
-            for first in range(0, rows, step):
-                last = min(first + step, rows)
-                row = start * rows + first
-                count = last - first
-                packed = reader.flat(blocks, row * groups * 16, (row + count) * groups * 16)
-                numbers = _split_bytes(packed.view(count, groups, 16), low_first=True)
-                values = table[numbers.int()]
-                scales = self.parts["scale"]
-                exponents = reader.flat(scales, row * groups, (row + count) * groups)
-                values = torch.ldexp(values, exponents.view(count, groups, 1).int() - 127)
-                result[0, :, first:last] = values.reshape(count, columns).t()
-            return result
-
-        return read_expert
-
-    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yields an expert at a time, since each is transposed as a whole."""
-        read_expert = self.open(reader)
-        for expert in range(self.shape[0]):
-            yield read_expert(expert, expert + 1).to(dtype)
+        first = expert * rows * groups
+        last = first + rows * groups
+        stored = reader.flat(self.parts["scale"], first, last)
+        exponents = stored.view(rows, groups, 1).int() - 127
+        packed = reader.flat(blocks, first * 16, last * 16).view(rows, groups, 16)
+        step = max(1, PIECE_ELEMENTS // (32 * rows))
+        for group in range(0, groups, step):
+            some = slice(group, group + step)
+            numbers = _split_bytes(packed[:, some], low_first=True)
+            values = torch.ldexp(table[numbers.int()], exponents[:, some])
+            yield values.reshape(rows, -1).t().to(torch.bfloat16).contiguous()
 
 
 @dataclass(frozen=True)
@@ -277,8 +281,10 @@ class Gptq(Transposed):
         if scales.shape != zeros.shape or int(group_of.max()) >= scales.shape[0]:
             raise self.refuse(f"scales {tuple(scales.shape)} and zeros {tuple(zeros.shape)}")
 
+        words = ColumnReader(reader, self.parts["weight"])
+
         def read_rows(start: int, stop: int) -> Tensor:
-            packed = _read_columns(reader, self.parts["weight"], start, stop)
+            packed = words.read(start, stop)
             values = _unpack(packed.t(), bits, inputs).t()
             return self._scale_features(
                 values, zeros[:, start:stop], scales[:, start:stop], group_of
@@ -301,8 +307,10 @@ class Awq(Transposed):
             raise self.refuse(f"scales {tuple(scales.shape)} and zeros {tuple(zeros.shape)}")
         group_of = torch.arange(inputs) // (inputs // scales.shape[0])
 
+        words = ColumnReader(reader, self.parts["weight"])
+
         def read_rows(start: int, stop: int) -> Tensor:
-            packed = _read_columns(reader, self.parts["weight"], start // 8, stop // 8)
+            packed = words.read(start // 8, stop // 8)
             values = self._unpack_words(packed)
             return self._scale_features(
                 values, zeros[:, start:stop], scales[:, start:stop], group_of
@@ -520,12 +528,31 @@ def _read_rows(reader: TensorReader, tensor: StoredTensor, start: int, stop: int
     return rows.view(stop - start, *tensor.shape[1:])
 
 
-def _read_columns(reader: TensorReader, tensor: StoredTensor, start: int, stop: int) -> Tensor:
-    """Returns columns [start, stop) of a stored matrix."""
-    columns = torch.empty(tensor.shape[0], stop - start, dtype=torch.int32)
-    for rows, chunk in reader.chunks(tensor, 1, start, stop):
-        columns[rows] = chunk
-    return columns
+class ColumnReader:
+    """Reads columns of a stored matrix of words, in any order.
+
+    It reads and keeps some megabytes of neighboring columns at a time: each row of a few columns
+    would be a read of its own.
+    """
+
+    def __init__(self, reader: TensorReader, tensor: StoredTensor) -> None:
+        self.reader = reader
+        self.tensor = tensor
+        self.first = 0
+        self.kept = torch.empty(tensor.shape[0], 0, dtype=torch.int32)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Returns columns [start, stop), valid until the next call."""
+        if start < self.first or stop > self.first + self.kept.shape[1]:
+            rows, columns = self.tensor.shape
+            count = max(stop - start, KEPT_WORDS // rows)
+            self.first = start
+            self.kept = torch.empty(0)  # before the next ones are in memory
+            self.kept = torch.empty(rows, min(count, columns - start), dtype=torch.int32)
+            last = start + self.kept.shape[1]
+            for part, chunk in self.reader.chunks(self.tensor, 1, start, last):
+                self.kept[part] = chunk
+        return self.kept[:, start - self.first : stop - self.first]
 
 
 def _read_json(reader: TensorReader, tensor: StoredTensor) -> dict[str, Any]:

@@ -397,6 +397,14 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
         )
 
 
+def list_unchecked_tensors() -> list[torch.Tensor]:
+    """Returns torch's own list of the sparse tensors that its unpickler made."""
+    utils = cast(Any, _utils)
+    if hasattr(utils, "_sparse_tensors_to_validate"):
+        return utils._sparse_tensors_to_validate
+    return utils._get_sparse_tensors_to_validate()  # one for each thread, from torch 2.15 on
+
+
 @contextmanager
 def _only_placeholder_types() -> Generator[None]:
     """Lets torch's unpickler replace the types of `PLACEHOLDER_TYPES`, and refuse all others.
@@ -406,7 +414,7 @@ def _only_placeholder_types() -> Generator[None]:
     torch keeps a list of the sparse tensors that its unpickler made, whose indices the next
     `torch.load` checks. Tensors without storage have none, so they leave the list again.
     """
-    unchecked: list[torch.Tensor] = cast(Any, _utils)._sparse_tensors_to_validate
+    unchecked = list_unchecked_tensors()
     before = len(unchecked)
     allowed_by_others = cast(list[Any], torch.serialization.get_safe_globals())
     torch.serialization.clear_safe_globals()

@@ -23,12 +23,15 @@ import numpy as np
 from tyro.conf import Positional
 
 from ...checkpoint.manifest import Manifest, TensorRecord
+from ...files.object_store import find_url
+from ...files.working_copies import name_urls
 from ...mpu.shard import Shard
 from ...trainer.run_folder import RunFolder, parse_metrics_line
 from ...trainer.run_lock import LOCK
 from ..console import explain_error, run_and_report
 from ..help import HelpPage, show_help
 from ..parsing import parse_words
+from .stored_run import StoredRun
 
 PAGE = Path(__file__).with_name("page")
 # All that is served as a file. Nothing in a request is ever part of a path.
@@ -84,7 +87,7 @@ class Board:
     """Show runs on a local page, which follows them while they go on. Ctrl-C ends it."""
 
     runs: Positional[tuple[Path, ...]]
-    """The folders of the runs."""
+    """The folders of the runs, or their URLs in object stores."""
     port: int = 6007
     """The port of the page; 0 for any free one."""
     host: str = "127.0.0.1"
@@ -307,10 +310,18 @@ class Run:
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self.folder = RunFolder(path)
+        url = find_url(path)
+        self.name = url or str(path)
         self.problem = ""
+        self._stored = None
+        if url is not None:
+            self._stored = StoredRun(url)
+            path = self._stored.path
+            self._stored.follow()
+        self.folder = RunFolder(path)
         self.metrics = Metrics(self.folder.metrics_file)
+        if url is not None:
+            return
         if not path.is_dir():
             raise ValueError(
                 f"{path} is no folder; name the folder of a run, such as runs/quickstart"
@@ -328,11 +339,11 @@ class Run:
 
         A problem is the run's own: it is noted, and other runs are shown.
         """
-        self.problem = ""
+        self.problem = self._stored.problem if self._stored is not None else ""
         try:
             is_more = self.metrics.read(deadline)
         except DAMAGE as error:
-            self.problem = explain_error(error)
+            self.problem = name_urls(explain_error(error))
             return False
         if not self.metrics.has_all:
             self.problem = f"only the first {MOST_CURVES:,} names of metrics.jsonl are shown"
@@ -346,7 +357,7 @@ class Run:
             checkpoints = self.folder.steps()
             best = self.folder.best_checkpoint()
         except DAMAGE as error:
-            self.problem = explain_error(error)
+            self.problem = name_urls(explain_error(error))
         last = {name: curve.values[-1] for name, curve in self.metrics.curves.items()}
         losses = self.metrics.curves.get(MEAN_LOSS) or self.metrics.curves.get(LOSS)
         if losses is not None:
@@ -375,7 +386,7 @@ class Run:
             found = {"step": step, "ranks": size, "tensors": tensors}
             json.dumps(found, allow_nan=False)
         except DAMAGE as error:
-            return {"error": explain_error(error) or type(error).__name__}
+            return {"error": name_urls(explain_error(error)) or type(error).__name__}
         return found
 
 

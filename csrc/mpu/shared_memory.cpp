@@ -34,6 +34,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -44,13 +45,14 @@ namespace py = pybind11;
 
 namespace {
 
-enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter, kKinds };
-constexpr const char* kKindNames[] = {"all-reduce", "all-gather", "reduce-scatter"};
+enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kKinds };
+constexpr const char* kKindNames[] = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"};
 enum DType : uint32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64, kDTypes };
 constexpr size_t kWidths[] = {4, 8, 2, 2, 4, 8};
 
 constexpr size_t kLine = 64;           // bytes; every part begins at a cache line
 constexpr size_t kTwoPhases = 16384;   // bytes; larger sums over three ranks and more divide the additions
+constexpr size_t kAhead = 3;           // chunks that a waiting rank has posted and not consumed: they fit into its cache
 constexpr int kMostRanks = 64;
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -159,7 +161,8 @@ struct Job {
   const char* in;
   char* out;
   py::object tensors;    // keeps `in` and `out` alive; made and given up where this thread runs Python
-  size_t count = 0;      // elements: of the tensor, or of each piece of a reduce-scatter
+  size_t count = 0;      // elements: of the tensor, of each piece of a reduce-scatter, or of the longest of an all-to-all
+  std::vector<size_t> sent, received;  // elements for and from each rank, in an all-to-all
   size_t per_chunk = 0;  // elements
   uint64_t first = 0;    // number of its first chunk
   size_t chunks = 0, posted = 0, reduced = 0, consumed = 0;
@@ -209,7 +212,7 @@ class Channel {
   // Starts a collective and returns its number. It posts what fits into free slots, and waits for nothing but earlier
   // collectives that did not fit.
   int64_t start(uint32_t kind, uint32_t dtype, const py::object& tensor, const py::object& out, size_t count) {
-    if (kind >= kKinds) throw std::invalid_argument("there is no collective of this number");
+    if (kind >= kAllToAll) throw std::invalid_argument("there is no collective of this number");
     if (dtype >= kDTypes) throw std::invalid_argument("there is no dtype of this number");
     const size_t bytes = count * kWidths[dtype];
     const size_t all = bytes * static_cast<size_t>(size_);
@@ -221,9 +224,53 @@ class Channel {
     job.out = is_in_place ? const_cast<char*>(job.in) : read_address(out, kind == kAllGather ? all : bytes);
     job.tensors = py::make_tuple(tensor, out);
     job.count = count;
-    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1;
-    job.per_chunk = capacity_ / pieces / kLine * kLine / kWidths[dtype];
-    job.chunks = (count + job.per_chunk - 1) / job.per_chunk;
+    return begin(std::move(job));
+  }
+
+  // Starts an exchange: `sent` and `received` are the elements for and from each rank, in rank order in the tensors, and
+  // `longest` is the largest number that a rank sends to another.
+  int64_t start_all_to_all(uint32_t dtype, const py::object& tensor, const py::object& out, std::vector<size_t> sent,
+                           std::vector<size_t> received, size_t longest) {
+    if (dtype >= kDTypes) throw std::invalid_argument("there is no dtype of this number");
+    const size_t ranks = static_cast<size_t>(size_);
+    if (sent.size() != ranks || received.size() != ranks) {
+      throw std::invalid_argument("an all-to-all needs a number for each of the " + std::to_string(size_) + " ranks");
+    }
+    Job job;
+    job.kind = kAllToAll;
+    job.dtype = static_cast<DType>(dtype);
+    job.in = read_address(tensor, std::accumulate(sent.begin(), sent.end(), size_t{0}) * kWidths[dtype]);
+    job.out = read_address(out, std::accumulate(received.begin(), received.end(), size_t{0}) * kWidths[dtype]);
+    job.tensors = py::make_tuple(tensor, out);
+    job.count = longest;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      const bool is_own = rank == static_cast<size_t>(rank_);
+      if (is_own ? sent[rank] != received[rank] : std::max(sent[rank], received[rank]) > longest) {
+        throw std::invalid_argument("the numbers of elements of an all-to-all do not agree");
+      }
+    }
+    job.sent = std::move(sent);
+    job.received = std::move(received);
+    return begin(std::move(job));
+  }
+
+  // Waits until collective `id` has ended.
+  void finish(int64_t id) {
+    std::vector<py::object> ended;  // given up as in `begin`
+    const Turn turn(*this);
+    complete(id, ended);
+  }
+
+  void set_timeout(double seconds) { timeout_ = seconds; }
+
+ private:
+  // Cuts a collective into chunks, posts what fits, and returns its number.
+  int64_t begin(Job job) {
+    const bool has_pieces = job.kind == kReduceScatter || job.kind == kAllToAll;
+    const size_t pieces = has_pieces ? static_cast<size_t>(size_) : 1;
+    job.per_chunk = capacity_ / pieces / kLine * kLine / job.width();
+    job.chunks = (job.count + job.per_chunk - 1) / job.per_chunk;
+    if (job.kind == kAllToAll) copy_own(job);
 
     std::vector<py::object> ended;  // given up after this thread's turn, when it runs Python again
     const Turn turn(*this);
@@ -232,20 +279,27 @@ class Channel {
     job.id = next_id_++;
     next_ += job.chunks;
     jobs_.push_back(std::move(job));
-    post(jobs_.back());
+    post(jobs_.back(), slots_);
     return jobs_.back().id;
   }
 
-  // Waits until collective `id` has ended.
-  void finish(int64_t id) {
-    std::vector<py::object> ended;  // given up as in `start`
-    const Turn turn(*this);
-    complete(id, ended);
+  // Returns where the elements for or from a rank begin, of which `counts` has a number for each rank.
+  static size_t find_start(const std::vector<size_t>& counts, int rank) {
+    return std::accumulate(counts.begin(), counts.begin() + rank, size_t{0});
   }
 
-  void set_timeout(double seconds) { timeout_ = seconds; }
+  // Returns how many of the elements for or from a rank are in a chunk.
+  static size_t part(const Job& job, size_t chunk, size_t count) {
+    return std::min(count, job.begin(chunk) + job.per_chunk) - std::min(count, job.begin(chunk));
+  }
 
- private:
+  // Copies what this rank keeps in an all-to-all.
+  void copy_own(const Job& job) {
+    const size_t count = job.sent[static_cast<size_t>(rank_)];
+    const char* from = job.in + find_start(job.sent, rank_) * job.width();
+    if (count) std::memcpy(job.out + find_start(job.received, rank_) * job.width(), from, count * job.width());
+  }
+
   // A thread's turn: only one thread at a time has it. A signal handler that runs while this thread waits cannot have a
   // turn.
   class Turn {
@@ -376,9 +430,9 @@ class Channel {
 
   Label make_label(const Job& job, size_t chunk) const { return {job.kind, job.dtype, job.count * job.width(), chunk}; }
 
-  // Copies chunks into this rank's slots while these are free.
-  void post(Job& job) {
-    for (; job.posted < job.chunks; ++job.posted) {
+  // Copies chunks into this rank's slots while these are free, at most `ahead` before the one that it consumes next.
+  void post(Job& job, size_t ahead) {
+    for (; job.posted < std::min(job.chunks, job.consumed + ahead); ++job.posted) {
       const uint64_t number = job.first + job.posted;
       for (int rank = 0; rank < size_; ++rank) {
         if (!reached(progress(rank).consumed, freed_for(number))) return;
@@ -391,6 +445,16 @@ class Channel {
           if (piece == rank_) continue;
           const size_t from = static_cast<size_t>(piece) * job.count * job.width() + offset;
           std::memcpy(target + static_cast<size_t>(piece) * job.per_chunk * job.width(), job.in + from, bytes);
+        }
+      } else if (job.kind == kAllToAll) {
+        size_t start = 0;  // of the elements for a rank
+        for (int rank = 0; rank < size_; ++rank) {
+          const size_t count = job.sent[static_cast<size_t>(rank)], length = part(job, job.posted, count);
+          if (rank != rank_ && length) {
+            const char* from = job.in + (start + job.begin(job.posted)) * job.width();
+            std::memcpy(target + static_cast<size_t>(rank) * job.per_chunk * job.width(), from, length * job.width());
+          }
+          start += count;
         }
       } else {
         std::memcpy(target, job.in + offset, bytes);
@@ -451,6 +515,7 @@ class Channel {
     } else {
       wait(&Progress::posted, number + 1, job);
       check_labels(job, chunk);
+      if (job.kind == kAllToAll) collect(job, chunk);
       const char* sources[kMostRanks];
       for (int rank = 0; rank < size_; ++rank) {
         sources[rank] = data(rank, number);
@@ -466,15 +531,29 @@ class Channel {
           if (!is_there) std::memcpy(place, sources[rank], length * width);
         }
       }
-      if (job.kind != kAllGather) kAdd[job.dtype](sources, size_, out, length);
+      if (job.kind == kAllReduce || job.kind == kReduceScatter) kAdd[job.dtype](sources, size_, out, length);
     }
     ++job.consumed;
     publish(&Progress::consumed, number + 1);
   }
 
+  // Copies what the other ranks have sent to this one in a chunk of an all-to-all.
+  void collect(const Job& job, size_t chunk) {
+    const size_t width = job.width();
+    size_t start = 0;  // of the elements from a rank
+    for (int rank = 0; rank < size_; ++rank) {
+      const size_t count = job.received[static_cast<size_t>(rank)], length = part(job, chunk, count);
+      if (rank != rank_ && length) {
+        const char* from = data(rank, job.first + chunk) + static_cast<size_t>(rank_) * job.per_chunk * width;
+        std::memcpy(job.out + (start + job.begin(chunk)) * width, from, length * width);
+      }
+      start += count;
+    }
+  }
+
   void run(Job& job) {
     while (job.consumed < job.chunks) {
-      post(job);
+      post(job, kAhead);
       if (job.posted == job.consumed) {
         wait(&Progress::consumed, freed_for(job.first + job.posted), job);
         continue;
@@ -541,6 +620,19 @@ Args:
 
 Raises:
     ValueError: A tensor is not contiguous, or not of the size that the collective needs.)")
+      .def("start_all_to_all", &Channel::start_all_to_all, py::arg("dtype"), py::arg("tensor"), py::arg("out"),
+           py::arg("sent"), py::arg("received"), py::arg("longest"), R"(Starts an exchange; returns its number.
+
+Args:
+    dtype: As for `start`.
+    tensor: What this rank sends, in the order of the ranks.
+    out: Where it receives, in the order of the ranks.
+    sent: Elements for each rank.
+    received: Elements from each rank.
+    longest: The most elements that any rank sends to another, the same number on all ranks.
+
+Raises:
+    ValueError: A tensor is not contiguous or not of this size, or the numbers do not agree.)")
       .def("finish", &Channel::finish, py::arg("number"), R"(Waits for the end of a collective.
 
 Raises:

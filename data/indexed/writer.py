@@ -75,7 +75,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         self._code = dtype_code(self.dtype)
         self._limits = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
-        self._keep_partial = keep_partial
+        self.keep_partial = keep_partial
         self._meta = meta
         self._index_partial = Path(f"{prefix}.idx.partial")
         self._names = {
@@ -204,7 +204,7 @@ class IndexedDatasetWriter:
 
     def _abandon(self) -> None:
         # The files are removed while the lock is held: afterwards they may be another writer's.
-        if not self._keep_partial:
+        if not self.keep_partial:
             for name in (self._index_partial, *reversed(self._names.values())):
                 name.unlink(missing_ok=True)
         for file in self._files.values():

@@ -165,6 +165,9 @@ def prepare_dataset(
             if progress is not None:
                 progress(report, done, len(chunks))
         if report.documents == 0:
+            # There is nothing to resume, whatever the reason was.
+            writer.keep_partial = False
+            progress_file.path.unlink(missing_ok=True)
             named = ""
             if report.first_bad:
                 named = f"; the first bad record: {report.first_bad[0]}"

@@ -67,6 +67,7 @@ def generate(
     synced_gpus: bool | None = None,
     assistant_model: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
     """Generates sequences. The model's class attribute `generates` determines what they are.
@@ -94,6 +95,7 @@ def generate(
             whole on each rank, that drafts tokens, for one prompt without beams.
         past_key_values: A cache of transformers, such as an earlier call has returned, with the
             first positions of input_ids, or of decoder_input_ids. It is extended in place.
+        cache: The same, by the name of transformers 5.24 and later.
         settings: fields of `GenerationSettings`, `OutputSettings` and `AssistanceSettings`, with
             transformers' names. They override generation_config; None unsets a setting.
 
@@ -112,6 +114,10 @@ def generate(
             "synced_gpus=True is for replicas that gather each other's parameters in each step; a "
             "model of the zoo decodes with its own parts: leave it out"
         )
+    if cache is not None:
+        if past_key_values is not None:
+            raise ValueError("cache and past_key_values are the same argument: pass one of them")
+        past_key_values = cache
     prefix = None
     if inputs_embeds is not None:
         if assistant_model is not None or settings.get("prompt_lookup_num_tokens"):

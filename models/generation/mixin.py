@@ -92,6 +92,7 @@ class GenerationMixin:
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool = False,
+        cache: Any = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Returns the arguments of a forward pass, for a decoding loop written for transformers.
@@ -102,6 +103,7 @@ class GenerationMixin:
             input_ids: int64 [B, T], all tokens so far; of an encoder-decoder the decoder's.
             next_sequence_length: The number of last tokens to read; by default all.
             inputs_embeds: [B, S, H], read instead in the first step.
+            cache: past_key_values, by the name of transformers 5.24 and later.
         """
         is_seq2seq = self.generates == "answer"
         prefix = "decoder_" if is_seq2seq else ""
@@ -112,6 +114,7 @@ class GenerationMixin:
             start = 0 if next_sequence_length is None else -next_sequence_length
             prepared[f"{prefix}input_ids"] = input_ids[:, start:].contiguous()
         prepared["past_key_values"] = past_key_values
+        prepared["cache"] = cache
         prepared["attention_mask"] = attention_mask
         options.pop("labels", None)
         prepared.update(options)

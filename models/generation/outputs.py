@@ -159,10 +159,12 @@ class StepRecord:
         # It takes seconds to import, and only code that is written for it asks for an output.
         from transformers.generation import utils
 
+        named = {entry.name for entry in fields(utils.GenerateDecoderOnlyOutput)}
+        past = "cache" if "cache" in named else "past_key_values"  # before transformers 5.24
         values: dict[str, Any] = {
             "scores": self.scores_so_far,
             "logits": tuple(self.logits) if self.wanted.output_logits else None,
-            "past_key_values": self.past,
+            past: self.past,
         }
         states = tuple(self.hidden_states) if self.wanted.output_hidden_states else None
         weights = tuple(self.attentions) if self.wanted.output_attentions else None

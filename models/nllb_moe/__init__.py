@@ -14,6 +14,7 @@ FAMILY = Family(
     name_map=NAME_MAP,
     kind="encoder-decoder",
     objective="bart",
+    transformers_agrees=False,  # it takes the mask of the chosen experts for their numbers
     pretrains={"seq2seq": "NllbMoeForConditionalGeneration"},
     tokenizer="roberta-bpe",
     activations=activations,

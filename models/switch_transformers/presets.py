@@ -28,7 +28,7 @@ _large = partial(
 )
 
 PRESETS: dict[str, SwitchTransformersConfig] = {
-    "switch-quickstart": SwitchTransformersConfig(
+    "switch_transformers-quickstart": SwitchTransformersConfig(
         vocab_size=2048,
         d_model=128,
         d_kv=32,

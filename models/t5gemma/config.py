@@ -31,10 +31,12 @@ class T5GemmaConfig(HeadsConfig):
     """
 
     model_type: ClassVar[str] = "t5gemma"
+    stack_config: ClassVar[type[Gemma2Config]] = T5GemmaModuleConfig
+    """The class of a stack's configuration."""
 
     vocab_size: VocabSize = 256000
-    encoder: T5GemmaModuleConfig | None = None
-    decoder: T5GemmaModuleConfig | None = None
+    encoder: Gemma2Config | None = None
+    decoder: Gemma2Config | None = None
     dropout_rate: Probability = 0.0
     classifier_dropout_rate: Probability = 0.0
     attention_dropout: Probability = 0.0
@@ -48,7 +50,7 @@ class T5GemmaConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         for name in ("encoder", "decoder"):
-            own = read_stack(name, getattr(self, name))
+            own = self.read_stack(name, getattr(self, name))
             changes: dict[str, Any] = {"attention_dropout": self.attention_dropout}
             if own.vocab_size != self.vocab_size:
                 changes["vocab_size"] = self.vocab_size
@@ -66,12 +68,12 @@ class T5GemmaConfig(HeadsConfig):
             )
 
     @property
-    def encoder_config(self) -> T5GemmaModuleConfig:
+    def encoder_config(self) -> Gemma2Config:
         assert self.encoder is not None  # `__post_init__` has set it.
         return self.encoder
 
     @property
-    def decoder_config(self) -> T5GemmaModuleConfig:
+    def decoder_config(self) -> Gemma2Config:
         assert self.decoder is not None
         return self.decoder
 
@@ -118,7 +120,7 @@ class T5GemmaConfig(HeadsConfig):
             ValueError: The stacks have other vocabularies, or settings that are not allowed.
         """
         values = dict(values)
-        stacks = {name: read_stack(name, values.get(name)) for name in ("encoder", "decoder")}
+        stacks = {name: cls.read_stack(name, values.get(name)) for name in ("encoder", "decoder")}
         sizes = {name: stack.vocab_size for name, stack in stacks.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"both stacks must have the same vocab_size, not {shown(sizes)}")
@@ -129,7 +131,7 @@ class T5GemmaConfig(HeadsConfig):
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
         for name in ("encoder", "decoder"):
-            stack = cast(T5GemmaModuleConfig, getattr(self, name))
+            stack = cast(Gemma2Config, getattr(self, name))
             stored = stack.to_dict()
             for key in ("architectures", "id2label", "label2id", "problem_type", "hidden_act"):
                 stored.pop(key, None)
@@ -137,16 +139,16 @@ class T5GemmaConfig(HeadsConfig):
             values[name] = stored
         return values
 
-
-def read_stack(name: str, value: Any) -> T5GemmaModuleConfig:
-    """Returns the configuration of a stack from that or from the keys of a `config.json`."""
-    if value is None:
-        return T5GemmaModuleConfig()
-    if isinstance(value, T5GemmaModuleConfig):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be an object, not {shown(value)}")
-    keys = dict(cast(Mapping[str, Any], value))
-    for key in ("is_decoder", "model_type", "architectures", "cross_attention_hidden_size"):
-        keys.pop(key, None)
-    return T5GemmaModuleConfig.from_dict(keys)
+    @classmethod
+    def read_stack(cls, name: str, value: Any) -> Gemma2Config:
+        """Returns the configuration of a stack from that or from the keys of a `config.json`."""
+        if value is None:
+            return cls.stack_config()
+        if isinstance(value, cls.stack_config):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be an object, not {shown(value)}")
+        keys = dict(cast(Mapping[str, Any], value))
+        for key in ("is_decoder", "model_type", "architectures", "cross_attention_hidden_size"):
+            keys.pop(key, None)
+        return cls.stack_config.from_dict(keys)

@@ -14,9 +14,15 @@ _NORMS = {
 }
 
 
-def _stack(stack: str) -> tuple[NameEntry, ...]:
+def name_stack(stack: str, stored_stack: str) -> tuple[NameEntry, ...]:
+    """Returns the entries of a stack.
+
+    Args:
+        stack: The stack's native name.
+        stored_stack: What the names of its tensors in a file begin with.
+    """
     native = f"{stack}.blocks.{{i}}"
-    stored = f"model.{stack}.layers.{{i}}"
+    stored = f"{stored_stack}.layers.{{i}}"
     entries: list[NameEntry] = []
     for kind in ("weight", "bias"):
         own = tuple(f"{stored}.self_attn.{x}_proj.{kind}" for x in "qkv")
@@ -40,7 +46,7 @@ def _stack(stack: str) -> tuple[NameEntry, ...]:
             (f"{stored}.mlp.gate_proj.weight", f"{stored}.mlp.up_proj.weight"),
         ),
         NameEntry(f"{native}.mlp.down.weight", f"{stored}.mlp.down_proj.weight"),
-        NameEntry(f"{stack}.final_norm.weight", f"model.{stack}.norm.weight"),
+        NameEntry(f"{stack}.final_norm.weight", f"{stored_stack}.norm.weight"),
     )
 
 
@@ -49,8 +55,8 @@ NAME_MAP = NameMap(
     entries=(
         NameEntry("encoder.word_embeddings.weight", "model.encoder.embed_tokens.weight"),
         NameEntry("word_embeddings.weight", "model.decoder.embed_tokens.weight"),
-        *_stack("encoder"),
-        *_stack("decoder"),
+        *name_stack("encoder", "model.encoder"),
+        *name_stack("decoder", "model.decoder"),
         NameEntry("head.weight", "lm_head.out_proj.weight"),
         NameEntry("classifier.weight", "score.out_proj.weight"),
         NameEntry("classifier.bias", "score.out_proj.bias"),

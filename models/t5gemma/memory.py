@@ -5,22 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from ..activations import Activations, BlockSpec, StackSpec, count_gated_mlp_tensors
-from .config import T5GemmaConfig, T5GemmaModuleConfig
+from ..gemma2.config import Gemma2Config
+from .config import T5GemmaConfig
 
 
 def activations(config: T5GemmaConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
     drops = 1 if config.dropout_rate > 0 else 0
-    encoder = _block(config.encoder_config, dropouts=3 * drops)
+    encoder = describe_block(config.encoder_config, dropouts=3 * drops)
     stacks = [StackSpec("encoder.blocks.", config.encoder_config.num_hidden_layers, encoder)]
     if not config.has_encoder_alone:
-        decoder = _block(config.decoder_config, dropouts=4 * drops, causal=True, cross=True)
+        decoder = describe_block(config.decoder_config, dropouts=4 * drops, causal=True, cross=True)
         layers = config.decoder_config.num_hidden_layers
         stacks.append(StackSpec("decoder.blocks.", layers, decoder, is_decoder=True))
     return Activations(tuple(stacks))
 
 
-def _block(config: T5GemmaModuleConfig, **parts: Any) -> BlockSpec:
+def describe_block(config: Gemma2Config, **parts: Any) -> BlockSpec:
+    """Returns the block of a stack, whose other parts are given."""
     windows = [window for window in config.windows if window is not None]
     return BlockSpec(
         hidden=config.hidden_size,
@@ -34,6 +36,7 @@ def _block(config: T5GemmaModuleConfig, **parts: Any) -> BlockSpec:
         gated=True,
         fused=True,
         rotary=True,
+        qk_norm=config.qk_norm,
         rounds_once=True,
         output_norms=True,
         capped=config.score_cap is not None,

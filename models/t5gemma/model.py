@@ -10,8 +10,9 @@ Adaptation", arXiv:2504.06225), an encoder-decoder of two Gemma 2s (see `models/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary, rotary_embedding
 from ..blocks.stack import Block, BlockList
 from ..gemma.model import GemmaWordEmbedding
+from ..gemma2.config import Gemma2Config
 from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
@@ -35,7 +37,9 @@ from ..llama.model import Masks
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq import EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
-from .config import T5GemmaConfig, T5GemmaModuleConfig
+from .config import T5GemmaConfig
+
+Rotaries = Mapping[int | None, Rotary]  # window of a layer -> its rotation
 
 # Positions that are given are refused: they follow from the order of the tokens.
 T5GEMMA_INPUTS = (
@@ -51,6 +55,9 @@ T5GEMMA_INPUTS = (
 
 class T5GemmaBlock(Block):
     """One layer of the encoder or of the decoder."""
+
+    attends_separately: ClassVar[bool] = True
+    """Whether a decoder's block attends to the encoder's output by an attention of its own."""
 
     def __init__(
         self,
@@ -80,10 +87,10 @@ class T5GemmaBlock(Block):
         self.is_decoder = is_decoder
         self.window = stack.windows[layer]
         self.attention_norm = norm()
-        self.attention = SelfAttention(size, stack.num_attention_heads, **attention)
+        self.attention = self.build_attention(stack, is_decoder, **attention)
         self.attention_output_norm = norm()
         self.attention_dropout = dropout()
-        if is_decoder:
+        if is_decoder and self.attends_separately:
             width = config.encoder_config.hidden_size
             self.cross_attention_norm = norm()
             self.cross_attention = CrossAttention(
@@ -104,11 +111,18 @@ class T5GemmaBlock(Block):
         self.mlp_output_norm = norm()
         self.mlp_dropout = dropout()
 
+    @classmethod
+    def build_attention(
+        cls, stack: Gemma2Config, is_decoder: bool, **arguments: Any
+    ) -> SelfAttention:
+        """Returns the attention of a block to its own tokens."""
+        return SelfAttention(stack.hidden_size, stack.num_attention_heads, **arguments)
+
     def compute(
         self,
         x: Tensor,
         masks: Masks,
-        rotary: Rotary,
+        rotaries: Rotaries,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
         cache: LayerKVCache | None = None,
@@ -119,16 +133,15 @@ class T5GemmaBlock(Block):
         Args:
             x: [B, S, H].
             masks: The window of a layer -> its mask.
+            rotaries: The same of the rotation.
             source: The encoder's output [B, T, E]. For the other arguments see `SelfAttention` and
                 `CrossAttention`.
         """
         y, x = self.attention_norm(x, return_residual=True)
-        y = self.attention(
-            y, masks[self.window], causal=self.is_decoder, rotary=rotary, cache=cache
-        )
+        y = self.attend(y, masks[self.window], rotaries[self.window], source, cache, source_cache)
         y = self.attention_output_norm(y)
         dropout = self.attention_dropout
-        if source is not None:
+        if source is not None and self.attends_separately:
             y, x = add_and_norm(self.cross_attention_norm, dropout, y, x)
             y = self.cross_attention(y, source, source_mask, source_cache)
             y = self.cross_attention_output_norm(y)
@@ -136,9 +149,21 @@ class T5GemmaBlock(Block):
         y, x = add_and_norm(self.mlp_norm, dropout, y, x)
         return self.mlp_dropout(self.mlp_output_norm(self.mlp(y)), x)
 
+    def attend(
+        self,
+        y: Tensor,
+        mask: Tensor | Documents | None,
+        rotary: Rotary,
+        source: Tensor | None,
+        cache: LayerKVCache | None,
+        source_cache: LayerKVCache | None,
+    ) -> Tensor:
+        """Returns what the block's tokens see of each other, [B, S, H]; see `compute`."""
+        return self.attention(y, mask, causal=self.is_decoder, rotary=rotary, cache=cache)
+
 
 def build_word_embedding(
-    stack: T5GemmaModuleConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    stack: Gemma2Config, mesh: ParallelMesh | None, parallel_config: ParallelConfig
 ) -> GemmaWordEmbedding:
     """Returns the word embedding of a stack."""
     return GemmaWordEmbedding(
@@ -153,6 +178,10 @@ def build_word_embedding(
 class T5GemmaStack(Seq2SeqStack):
     """The encoder or the decoder."""
 
+    block_class: ClassVar[type[T5GemmaBlock]] = T5GemmaBlock
+    shares_embedding: ClassVar[bool] = False
+    """Whether both stacks look up their tokens in the embedding of the model."""
+
     def __init__(
         self,
         config: T5GemmaConfig,
@@ -162,15 +191,16 @@ class T5GemmaStack(Seq2SeqStack):
     ) -> None:
         super().__init__()
         stack = config.decoder_config if is_decoder else config.encoder_config
-        if not is_decoder:
+        if not is_decoder and not self.shares_embedding:
             self.word_embeddings = build_word_embedding(stack, mesh, parallel_config)
         self.config = stack
         self.is_decoder = is_decoder
         self.mesh = mesh
+        self.sequence_parallel = parallel_config.sequence_parallel
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         self.blocks = BlockList(
             (
-                T5GemmaBlock(config, is_decoder, layer, mesh, parallel_config)
+                self.block_class(config, is_decoder, layer, mesh, parallel_config)
                 for layer in range(stack.num_hidden_layers)
             ),
             parallel_config,
@@ -212,7 +242,6 @@ class T5GemmaStack(Seq2SeqStack):
 
     def find_masks(self, mask: Any, ids: Tensor, cached: int, pieces: Tensor | None) -> Masks:
         """Returns the window of a layer -> its mask, from that of a call without windows."""
-        length = ids.shape[1]
         masks: dict[int | None, Any] = {}
         for window in set(self.config.windows):
             masks[window] = mask
@@ -223,32 +252,42 @@ class T5GemmaStack(Seq2SeqStack):
                 given = None if mask.keys is None else mask.keys[:, 0, 0]
             elif mask is not None and mask.shape[-2] == 1 and not mask.is_floating_point():
                 given = mask[:, 0, 0]
-            masks[window] = window_mask(
-                given,
-                length,
-                cached,
-                window,
-                causal=self.is_decoder,
-                device=ids.device,
-                pieces=pieces,
-            )
+            masks[window] = self.make_window_mask(given, ids, cached, window, pieces)
         return masks
+
+    def make_window_mask(
+        self, given: Tensor | None, ids: Tensor, cached: int, window: int, pieces: Tensor | None
+    ) -> Tensor | Documents | None:
+        """Returns the mask of a window; see `window_mask`."""
+        return window_mask(
+            given,
+            ids.shape[1],
+            cached,
+            window,
+            causal=self.is_decoder,
+            device=ids.device,
+            pieces=pieces,
+        )
 
     def shared_arguments(
         self, ids: Tensor, cached: int, pieces: Tensor | None = None
-    ) -> tuple[Rotary]:
+    ) -> tuple[Rotaries]:
         positions = torch.arange(cached, cached + ids.shape[1], device=ids.device)[None]
         if pieces is not None:
             positions = restart_positions(pieces)
-        rotary = rotary_embedding(
-            positions,
-            self.config.head_size,
-            self.config.rope,
-            self.config.max_position_embeddings,
-            self.final_norm.weight.dtype,
-            mesh=self.mesh,
-        )
-        return (rotary,)
+        rotaries: dict[int | None, Rotary] = {}
+        for window, rope in zip(self.config.windows, self.config.ropes, strict=True):
+            # All layers with a window rotate alike, and so do the others.
+            if window not in rotaries:
+                rotaries[window] = rotary_embedding(
+                    positions,
+                    self.config.head_size,
+                    rope,
+                    self.config.max_position_embeddings,
+                    self.final_norm.weight.dtype,
+                    mesh=self.mesh,
+                )
+        return (rotaries,)
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_dropout(self.final_norm(x))
@@ -258,6 +297,7 @@ class T5GemmaWeights(Backbone):
     """The encoder and the initial weights. With `mesh=None` the model is not split."""
 
     config: T5GemmaConfig
+    stack_class: ClassVar[type[T5GemmaStack]] = T5GemmaStack
 
     def __init__(
         self,
@@ -269,7 +309,11 @@ class T5GemmaWeights(Backbone):
         self.config = config
         self.mesh = mesh
         self.parallel_config = parallel_config or ParallelConfig()
-        self.encoder = T5GemmaStack(config, False, mesh, self.parallel_config)
+        self.add_stacks()
+
+    def add_stacks(self) -> None:
+        """Adds the encoder, and what else there is without a head, in the order of the pipeline."""
+        self.encoder = self.stack_class(self.config, False, self.mesh, self.parallel_config)
 
     def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
@@ -303,16 +347,11 @@ class T5GemmaBackbone(Seq2SeqBackbone, T5GemmaWeights):
     )
     drops_padding = False  # Windows count positions with padding.
 
-    def __init__(
-        self,
-        config: T5GemmaConfig,
-        mesh: ParallelMesh | None = None,
-        parallel_config: ParallelConfig | None = None,
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)
-        stack = config.decoder_config
-        self.word_embeddings = build_word_embedding(stack, mesh, self.parallel_config)
-        self.decoder = T5GemmaStack(config, True, mesh, self.parallel_config)
+    def add_stacks(self) -> None:
+        super().add_stacks()
+        stack = self.config.decoder_config
+        self.word_embeddings = build_word_embedding(stack, self.mesh, self.parallel_config)
+        self.decoder = self.stack_class(self.config, True, self.mesh, self.parallel_config)
 
     def send_hidden_states(self, *states: Tensor) -> StageOutput:
         widths = self.config.encoder_config.hidden_size, self.config.decoder_config.hidden_size

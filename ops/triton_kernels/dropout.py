@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from ..dropout_mask import dropout_threshold, row_keys
-from .common import choose_block, choose_warps, chunk_rows, keep_factor, partial_sums, pointer
+from ..dropout_mask import dropout_threshold
+from .common import (
+    choose_block,
+    choose_warps,
+    chunk_rows,
+    keep_factor,
+    partial_sums,
+    pointer,
+    row_key,
+)
+
+
+@triton.jit
+def key_of_row(sample_keys_ptr, row, rows_of_sample, first_row):
+    """Returns the dropout key of a row, counted from the first one of the first sample."""
+    key = tl.load(sample_keys_ptr + row // rows_of_sample)
+    return row_key(key, first_row + row % rows_of_sample)
 
 
 @triton.jit
@@ -15,9 +29,11 @@ def dropout_forward(
     x_ptr,
     bias_ptr,
     residual_ptr,
-    row_keys_ptr,
+    sample_keys_ptr,
     y_ptr,
     columns,
+    rows_of_sample,
+    first_row,
     first_column,
     keep_scale: tl.float32,
     threshold,
@@ -34,9 +50,8 @@ def dropout_forward(
     if HAS_BIAS:
         value += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        keep = keep_factor(
-            tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale
-        )
+        key = key_of_row(sample_keys_ptr, row, rows_of_sample, first_row)
+        keep = keep_factor(key, column + first_column, threshold, keep_scale)
         value = tl.where(keep == 0.0, 0.0, value * keep)
     if HAS_RESIDUAL:
         value += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -46,12 +61,14 @@ def dropout_forward(
 @triton.jit
 def dropout_backward(
     grad_ptr,
-    row_keys_ptr,
+    sample_keys_ptr,
     grad_x_ptr,
     partial_ptr,
     rows,
     columns,
     chunk,
+    rows_of_sample,
+    first_row,
     first_column,
     keep_scale: tl.float32,
     threshold,
@@ -67,21 +84,13 @@ def dropout_backward(
         at = row * columns + column
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            keep = keep_factor(
-                tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale
-            )
+            key = key_of_row(sample_keys_ptr, row, rows_of_sample, first_row)
+            keep = keep_factor(key, column + first_column, threshold, keep_scale)
             grad = tl.where(keep == 0.0, 0.0, grad * keep)
         sums += grad
         tl.store(grad_x_ptr + at, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
     if HAS_BIAS:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * columns + column, sums, mask=inside)
-
-
-def _keys(keys, first_row, rows):
-    """The keys of all samples' rows, of which there are `rows`."""
-    return row_keys(
-        keys, torch.arange(first_row, first_row + rows // keys.shape[0], device=keys.device)
-    )
 
 
 def launch_forward(x, bias, residual, keys, p, first_row, first_column, y):
@@ -92,9 +101,11 @@ def launch_forward(x, bias, residual, keys, p, first_row, first_column, y):
         x,
         pointer(bias, x),
         pointer(residual, x),
-        _keys(keys, first_row, rows) if p else x,
+        keys if p else x,
         y,
         columns,
+        rows // x.shape[0],
+        first_row,
         first_column,
         1.0 / (1.0 - p),
         dropout_threshold(p),
@@ -113,12 +124,14 @@ def launch_backward(grad, keys, p, first_row, first_column, has_bias, grad_x, gr
     partial = partial_sums(grad, rows, columns)
     dropout_backward[(len(partial),)](
         grad,
-        _keys(keys, first_row, rows) if p else grad,
+        keys if p else grad,
         grad_x,
         partial,
         rows,
         columns,
         chunk_rows(rows),
+        rows // grad.shape[0],
+        first_row,
         first_column,
         1.0 / (1.0 - p),
         dropout_threshold(p),

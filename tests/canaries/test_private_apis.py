@@ -637,6 +637,7 @@ def test_every_private_name_has_a_canary():
         "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
         "_MEM_FORMAT_ENCODING", "_get_layout", "_sparse_tensors_to_validate",
+        "_get_sparse_tensors_to_validate",
         "_set_pg_timeout", "_symmetric_memory", "_cli", "_do_optimizer_sanity_check",
         "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
         "_hasattr_wrapped",
@@ -683,7 +684,9 @@ def test_the_unpickler_lists_sparse_tensors():
         breaks="the torch.load after a file with a sparse tensor fails",
         remedy="find where torch.load keeps the tensors that it will check",
     ):
-        unchecked: list[Any] = torch._utils._sparse_tensors_to_validate
+        from shardzoo.checkpoint.formats.torch_file import list_unchecked_tensors
+
+        unchecked = list_unchecked_tensors()
         before = len(unchecked)
         made: Any = torch.eye(2).to_sparse().__reduce_ex__(2)
         made[0](*made[1])

@@ -98,7 +98,7 @@ REFUSED = [
     (("--model-name-or-path", "t5"), "there is nothing to do: name a --train-file"),
     (
         ("--model-name-or-path", "t5", "--train-file", "nowhere.json"),
-        "train_file nowhere.json does not exist",
+        "--train-file nowhere.json does not exist",
     ),
     (
         ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--source-id", "en"),
@@ -123,7 +123,7 @@ REFUSED = [
     ),
     (
         ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--merge-adapter"),
-        "merge_adapter merges LoRA weights, and there are none",
+        "--merge-adapter merges LoRA weights, and there are none",
     ),
     (
         ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"),
@@ -148,10 +148,11 @@ def test_a_dry_run_checks_what_a_run_would_and_starts_nothing(workplace, monkeyp
     pairs = ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--output-dir", "dry")
     for arguments, message in (
         (("--model-name-or-path", "some-run", *pairs[2:]), "some-run is a run's folder; name a"),
-        ((*pairs, "--test-file", "no.json"), "test_file no.json does not exist"),
+        ((*pairs, "--lora-rank", "2", "--lora-target-modules", "x"), "which has q, k, v, o"),
+        ((*pairs, "--test-file", "no.json"), "--test-file no.json does not exist"),
         ((*pairs, "--global-batch-size", "7", "--micro-batch-size", "2"), "is not a multiple of"),
         ((*pairs, "--global-batch-size", "64"), "fewer than the 64"),
-        ((*pairs[:5], "t5"), "output_dir t5 holds files that do not belong to a run"),
+        ((*pairs[:5], "t5"), "--output-dir t5 holds files that do not belong to a run"),
     ):
         code = finetune(*arguments, "--dry-run", cwd=workplace, monkeypatch=monkeypatch)
         assert (code, capsys.readouterr().err.count(message)) == (2, 1), message
@@ -164,22 +165,22 @@ def test_a_dry_run_checks_what_a_run_would_and_starts_nothing(workplace, monkeyp
 
 # In training itself, or just before it.
 REFUSED_LATE = [
-    (("--output-dir", "t5"), "output_dir t5 holds files that do not belong to a run"),
-    (("--output-dir", "pairs.json"), "output_dir pairs.json is a file"),
+    (("--output-dir", "t5"), "--output-dir t5 holds files that do not belong to a run"),
+    (("--output-dir", "pairs.json"), "--output-dir pairs.json is a file"),
     (
         ("--output-dir", "nothing", "--resume"),
         "--resume: nothing holds no run; start one without --resume",
     ),
     (
         ("--output-dir", "again"),
-        "output_dir again holds another run (saved at step 2); resume it with --resume",
+        "--output-dir again holds another run (saved at step 2); resume it with --resume",
     ),
-    (("--load-dir", "nowhere"), "load_dir nowhere holds no checkpoint"),
+    (("--load-dir", "nowhere"), "--load-dir nowhere holds no checkpoint"),
     (
         ("--save-best", "rouge"),
-        "save_best='rouge' is not among the validation values: loss, perplexity",
+        "--save-best 'rouge' is not among the validation values: loss, perplexity",
     ),
-    (("--epochs", "0"), "set epochs or train_steps"),
+    (("--epochs", "0"), "set epochs or --train-steps"),
     (("--config", "prompt.yaml"), "prompt_list must be a list of strings, not 5"),
 ]
 
@@ -265,7 +266,7 @@ def test_a_resumed_run_keeps_its_arguments(workplace, monkeypatch, capsys):
     [
         (("--metric", "blue"), "sacrebleu"),
         (("--prompt-list", "a", "--lora-rank", "2"), "use one"),
-        (("--prompt-list", "a", "--pp", "2"), "prompt_list needs the embedding on every process"),
+        (("--prompt-list", "a", "--pp", "2"), "--prompt-list needs the embedding on every process"),
         (("--trainfile", "pairs.json"), "--train-file"),
         (("--save-dir", "x"), "set --output-dir instead"),
     ],

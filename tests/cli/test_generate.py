@@ -164,21 +164,34 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
         ([*model, "--file", "none.txt"], "none.txt is not readable"),
         ([*model, "--file", str(tmp_path / "bad.jsonl")], "line 2 of"),
         ([*model, "--prompt", "a", "--tp", "5"], "use a model-parallel size from 1 to 4"),
-        ([*model, "--prompt", "a", "--max-new-tokens", "900"], "use max_new_tokens up to"),
+        ([*model, "--prompt", "a", "--max-new-tokens", "900"], "use --max-new-tokens up to"),
         (
             ["--model", str(folders["bert"]), "--prompt", "[MASK]", "--stream"],
             "this model fills blanks",
         ),
         (
             ["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"],
-            "its only setting is top_k",
+            "its only setting is --top-k",
         ),
+        ([*model, "--prompt", ""], "--prompt is empty"),
     ):
         assert cli.main(["generate", *arguments]) == 2, arguments
         assert message in capsys.readouterr().err.replace("\n", " "), arguments
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["generate", *model, "--prompt", "a", "--num-beams", "0"])
-    assert "num_beams must be at least 1" in "".join(capsys.readouterr())
+    for option, message in (
+        (("--num-beams", "0"), "--num-beams must be at least 1"),
+        (("--top-p", "2"), "--top-p must be from 0 to 1, not 2"),
+        (("--temperature", "0"), "without --do-sample the most likely token is taken"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["generate", *model, "--prompt", "a", *option])
+        assert message in "".join(capsys.readouterr())
+    words = [*model, "--prompt", "a", "--max-new-tokens", "1", "--temperature", "0.5"]
+    assert cli.main(["generate", *words, "--quiet"]) == 0
+    assert not capsys.readouterr().err
+    assert cli.main(["generate", *words]) == 0
+    assert "--temperature change nothing without --do-sample" in capsys.readouterr().err
+    assert cli.main(["generate", *words, "--do-sample"]) == 0
+    assert not capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", None)
     assert cli.main(["generate", *model]) == 2
     assert "standard input is closed" in capsys.readouterr().err

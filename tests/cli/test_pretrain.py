@@ -174,6 +174,9 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resuming from step {saved}" in resumed.stdout
     assert len(metrics(workspace / "killed", "train/loss")) == saved + 2
+    card = (workspace / "killed/hf/README.md").read_text()
+    assert "--train-steps 100000\n# from step " in card
+    assert f"--resume --train-steps {saved + 2}\n```" in card
 
 
 ENDLESS = ("--train-steps", "100000", "--save-interval", "100000", "--output-dir", "closed")

@@ -10,7 +10,7 @@ import pytest
 from shardzoo.cli import estimate, generate, models
 from shardzoo.cli.completion import list_options, list_pages, write_bash
 from shardzoo.cli.main import COMMANDS, main
-from shardzoo.cli.spellings import OLD, SHORT, respell
+from shardzoo.cli.spellings import OLD, SHORT, name_options, respell
 from shardzoo.compat.spellings import FLAGAI, LIBAI, T2T_TUNER, TRANSFORMERS
 
 # The kernels' bench names the type and the sizes of an operator's tensors.
@@ -127,7 +127,22 @@ def test_a_command_line_that_does_not_parse_is_one_line(capsys):
             "--model-parallel-size: invalid literal for int() with base 10: 'x'",
         ),
         (["plan", "gpt2", "--gpu", "4"], "unrecognized options: --gpu, 4; did you mean --gpus?"),
-        (["estimate", "gpt2", "--precision", "fp8"], "expected one of ('fp32', 'bf16', 'fp16')"),
+        (
+            ["estimate", "gpt2", "--precision", "fp8"],
+            "--precision must be one of fp32, bf16, fp16, not 'fp8'",
+        ),
+        (
+            ["convert", "split", "a", "b", "--to", "megatro"],
+            "--to must be one of shardzoo, legacy, megatron, not 'megatro'; did you mean megatron?",
+        ),
+        (["convert", "verfy"], "no command 'shardzoo convert verfy'; did you mean verify?"),
+        (["data", "prepar", "a"], "no command 'shardzoo data prepar'; did you mean prepare?"),
+        (["data", "--output", "a"], "shardzoo data needs a command: prepare, merge, "),
+        (
+            ["generate", "--num-return-sequences", "3"],
+            "error: --num-return-sequences 3 must not exceed --num-beams 1; raise --num-beams, or "
+            "sample with --do-sample; see",
+        ),
         (
             ["data", "prepare"],
             "missing: --output PATH, --tokenizer PATH; see shardzoo data prepare",
@@ -144,6 +159,22 @@ def test_a_command_line_that_does_not_parse_is_one_line(capsys):
         [shown] = capsys.readouterr().err.splitlines()
         assert shown.startswith("error: ")
         assert line.lower() in shown.lower()
+
+
+def test_a_message_spells_arguments_as_options():
+    for message, spelled in (
+        ("tie=2 and do_sample=True", "tie=2 and --do-sample"),
+        ("a_b must be 3; see config.json of a_b", None),
+        ("train_iter=3 is x.train_iter=3", "train_iter=3 is x.train_iter=3"),
+        ("set seed=3, not the seed", "set --seed 3, not the seed"),
+        (
+            "use it (overwrite=True), or --overwrite (overwrite=True)",
+            "use it (--overwrite), or --overwrite",
+        ),
+        ("do_sample=False; do_sampled", "--no-do-sample; do_sampled"),
+    ):
+        names = ("do_sample", "seed", "overwrite", "a_b")
+        assert name_options(message, names) == (spelled or message)
 
 
 def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):

@@ -65,7 +65,10 @@ def test_plan_of_a_merge(run, gpt2_shards):
 
 
 def test_the_whole_way(run, gpt2_folder, tmp_path, hashes):
-    assert run("split", gpt2_folder, tmp_path / "two", "--tp", 2, "--jobs", 1)[0] == 0
+    code, text, _ = run("split", gpt2_folder, tmp_path / "two", "--tp", 2, "--jobs", 1)
+    assert code == 0
+    assert "28 tensors, " in text
+    assert ", for 2 ranks, in " in text
     assert run("reshard", tmp_path / "two", tmp_path / "four", "--tp", 4)[0] == 0
     code, text, _ = run("merge", tmp_path / "four", tmp_path / "merged", "--json")
     outcome = json.loads(text)
@@ -165,6 +168,8 @@ def test_inspect(run, gpt2_shards):
         "split": "dim 0 of [101, 16]",
     }
     assert rows["final_norm.bias"]["split"] == "replicated"
+    code, _, error = run("inspect", gpt2_shards / "rank_00.safetensors")
+    assert (code, "rank_00.safetensors is a file: name the folder" in error) == (2, True)
 
 
 def test_diff(run, gpt2_folder, gpt2_shards, zoo, tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from shardzoo.checkpoint.formats import quantized
 from shardzoo.cli.main import main
 from shardzoo.convert import Options, merge, split
 
@@ -164,6 +168,102 @@ def test_awq(tmp_path):
     group_of = torch.arange(inputs) // (inputs // groups)
     expected = (values - zeros[group_of]).half() * scales[group_of]
     assert found[f"{NAME}.weight"].equal(expected.t())
+
+
+def test_pieces_and_the_columns_that_are_kept_meet(tmp_path, monkeypatch):
+    """16 outputs at a time, of which three words of the eight outputs of AWQ are kept."""
+    monkeypatch.setattr(quantized, "PIECE_ELEMENTS", 64 * 16)
+    monkeypatch.setattr(quantized, "KEPT_WORDS", 64 * 3)
+    for name in ("awq", "gptq", "mxfp4"):
+        (tmp_path / name).mkdir()
+    test_awq(tmp_path / "awq")
+    test_gptq(4, "gptq", tmp_path / "gptq")
+    test_mxfp4(tmp_path / "mxfp4")
+
+
+# What transformers dequantizes GPTQ and AWQ by. It changes PyTorch's settings when it is imported.
+GPTQMODEL = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+cases = json.loads(sys.argv[1])
+stored = load_file(sys.argv[2])
+found = {}
+for name, (method, bits, version, inputs, outputs, groups) in cases.items():
+    parts = {part: stored[f"{name}/{part}"] for part in ("qweight", "qzeros", "scales")}
+    group = inputs // groups
+    if method == "awq":
+        found[name] = dequantize_gemm(*parts.values(), bits, group).t().contiguous()
+        layer = AwqTorchLinear(bits, group, False, False, inputs, outputs, register_buffers=True,
+                               dtype=parts["scales"].dtype)
+        for part, tensor in parts.items():
+            getattr(layer, part).data = tensor
+        layer.post_init()
+        identity = torch.eye(inputs, dtype=parts["scales"].dtype)
+        assert layer(identity).t().equal(found[name])
+        continue
+    layer = TorchLinear(bits, group, False, True, inputs, outputs)
+    for part, tensor in {**parts, "g_idx": stored[f"{name}/g_idx"]}.items():
+        getattr(layer, part).data = tensor
+    if version == "gptq":
+        convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
+    layer.post_init()
+    found[name] = layer.dequantize_weight().t().contiguous()
+save_file(found, sys.argv[3])
+"""
+
+
+@pytest.mark.before_release
+@pytest.mark.skipif(find_spec("gptqmodel") is None, reason="GPTQModel is not installed")
+def test_gptq_and_awq_are_what_the_library_of_transformers_computes(tmp_path):
+    torch.manual_seed(7)
+    inputs, outputs, groups = 128, 96, 4
+    cases: dict[str, Any] = {}
+    stored: dict[str, torch.Tensor] = {}
+    for bits in (2, 4, 8):
+        for version in ("gptq", "gptq_v2"):
+            cases[f"{version} {bits}"] = ("gptq", bits, version, inputs, outputs, groups)
+    cases["awq"] = ("awq", 4, "gemm", inputs, outputs, groups)
+    cases |= {f"{name} bf16": case for name, case in cases.items() if "awq" in name or "4" in name}
+    for name, (method, bits, version, *_) in cases.items():
+        order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else ()
+        values = torch.randint(0, 1 << bits, (inputs, outputs))
+        # GPTQ's first format keeps z - 1, so that z is not 0.
+        zeros = torch.randint(int(version == "gptq"), 1 << bits, (groups, outputs))
+        dtype = torch.bfloat16 if "bf16" in name else torch.float16
+        stored[f"{name}/qweight"] = pack(values, bits, int(method == "awq"), order)
+        stored[f"{name}/qzeros"] = pack(zeros - int(version == "gptq"), bits, 1, order)
+        stored[f"{name}/scales"] = torch.rand(groups, outputs).to(dtype)
+        if method == "gptq":
+            group_of = torch.arange(inputs)[torch.randperm(inputs)] % groups
+            stored[f"{name}/g_idx"] = group_of.int()
+    stored = {key: tensor.contiguous() for key, tensor in stored.items()}
+    save_file(stored, tmp_path / "stored.safetensors")
+    paths = [str(tmp_path / f"{name}.safetensors") for name in ("stored", "expected")]
+    done = subprocess.run(
+        [sys.executable, "-c", GPTQMODEL, json.dumps(cases), *paths],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = load_file(paths[1])
+    assert expected.keys() == cases.keys()
+    for name, (method, bits, version, *_) in cases.items():
+        parts = {
+            f"{NAME}.{key.rpartition('/')[2]}": tensor
+            for key, tensor in stored.items()
+            if key.startswith(f"{name}/")
+        }
+        settings = {"quant_method": method, "bits": bits}
+        settings["version" if method == "awq" else "checkpoint_format"] = version
+        source = write_folder(tmp_path / name.replace(" ", "-"), parts, settings)
+        dtype = "BF16" if "bf16" in name else "F16"
+        assert dequantized(source, dtype)[f"{NAME}.weight"].equal(expected[name]), name
 
 
 @pytest.fixture(scope="module")

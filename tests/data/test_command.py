@@ -27,7 +27,9 @@ def test_a_corpus_from_text_to_splits(jsonl, texts, tmp_path, capsys):
         )
         == 0
     )
-    assert "200 documents" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "200 documents" in shown
+    assert "(not 400: the texts have no more)" in shown
     arguments = [
         "prepare",
         "--input",
@@ -81,6 +83,10 @@ def test_bad_records_are_shown_or_fatal(tmp_path, tokenizer_dir, capsys):
     assert "record 2" in out
     assert main([*command, "--on-bad-record", "fail"]) == 2
     assert capsys.readouterr().err.startswith("error: bad record in ")
+    command[-1] = f"{tmp_path}/none"
+    assert main([*command, "--text-key", "txet"]) == 2
+    assert "holds no document with text" in capsys.readouterr().err
+    assert not list(tmp_path.glob("none*"))
 
 
 @pytest.mark.parametrize(

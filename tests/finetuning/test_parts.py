@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import peft
 import pytest
 import torch
@@ -263,6 +265,10 @@ def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path, native):
     assert changed(trainer.model, before) == added
     folder = trainer.save_model()
     assert not (folder / "model.safetensors").exists()
+    if native:
+        card = (folder / "README.md").read_text()
+        assert f"generate --model {Path(checkpoints('t5')).resolve()} --adapter ." in card
+        assert 'AutoPeftModelForSeq2SeqLM.from_pretrained(".")' in card
     base = transformers.T5ForConditionalGeneration.from_pretrained(checkpoints("t5"))
     adapted = peft.PeftModel.from_pretrained(base, folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -19,6 +19,10 @@ _DECODER = {**_ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _GEMMA_STACK = {
     **_DECODER, "head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 2.0, "vocab_size": 97,
 }  # fmt: skip
+_GEMMA3_STACK = {
+    **_DECODER, "head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 6, "sliding_window_pattern": 2,
+    "vocab_size": 97,
+}  # fmt: skip
 _MODERN_DECODERS = (
     "llama",
     "mistral",
@@ -100,6 +104,7 @@ TINY: dict[str, dict[str, Any]] = {
 SPARSE: dict[str, dict[str, Any]] = {
     "longt5": {**_SEQ2SEQ, "local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4},
     "t5gemma": {"encoder": _GEMMA_STACK, "decoder": _GEMMA_STACK},
+    "t5gemma2": {"encoder": {"text_config": _GEMMA3_STACK, "eoi_token_index": 96}, "decoder": _GEMMA3_STACK},
     "deberta-v2": {
         **_ENCODER, "max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8,
         "pos_att_type": "c2p|p2c", "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
@@ -140,6 +145,7 @@ _DROPOUTS = {
     "xlm-roberta-xl": _BERT_DROPOUTS,
     "esm": _BERT_DROPOUTS,
     "t5gemma": ("dropout_rate", "attention_dropout"),
+    "t5gemma2": ("dropout_rate", "attention_dropout"),
     "deberta-v2": (*_BERT_DROPOUTS, "pooler_dropout"),
     "eurobert": ("attention_dropout",),
     **dict.fromkeys(
@@ -174,6 +180,7 @@ _DEPTHS = {
     "esm": ("num_hidden_layers",),
     "deberta-v2": ("num_hidden_layers",),
     "t5gemma": (),
+    "t5gemma2": (),
     "eurobert": ("num_hidden_layers",),
     "modernbert": ("num_hidden_layers",),
     "modernbert-decoder": ("num_hidden_layers",),
@@ -222,7 +229,12 @@ def tiny(
     for name in ("encoder", "decoder"):  # stacks with configurations of their own
         if name in sizes:
             depth = {} if layers is None else {"num_hidden_layers": layers}
-            values[name] = {**values[name], "vocab_size": vocab_size, **depth}
+            of_text = values[name].get("text_config")
+            if of_text is not None:
+                text = {**of_text, "vocab_size": vocab_size, **depth}
+                values[name] = {**values[name], "text_config": text}
+            else:
+                values[name] = {**values[name], "vocab_size": vocab_size, **depth}
     return values
 
 

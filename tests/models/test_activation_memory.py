@@ -108,7 +108,8 @@ HOW = list(product((False, True), (4, 2), (False, True))) if EVERY_CASE else [(T
 
 @pytest.mark.parametrize(("drops", "itemsize", "padded"), HOW)
 @pytest.mark.parametrize(
-    "name", [*TINY, "gpt_oss", "glm4_moe", "deepseek_v3", "longt5", "deberta-v2", "t5gemma"]
+    "name",
+    [*TINY, "gpt_oss", "glm4_moe", "deepseek_v3", "longt5", "deberta-v2", "t5gemma", "t5gemma2"],
 )
 def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
     parallel_config = ParallelConfig()
@@ -161,7 +162,7 @@ def test_leaving_padding_out_keeps_less(name, length):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("drops", by_turns([True, False], 2))
-@pytest.mark.parametrize("name", [*TINY, "longt5", "deberta-v2", "t5gemma"])
+@pytest.mark.parametrize("name", [*TINY, "longt5", "deberta-v2", "t5gemma", "t5gemma2"])
 def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
     parallel_config = ParallelConfig(recompute=recompute)
     fewer, more = (

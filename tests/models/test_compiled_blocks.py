@@ -22,8 +22,9 @@ KINDS = {
     "gemma3_text": 2,
     "olmo3": 2,
     "t5gemma": 4,
+    "t5gemma2": 4,
 }
-NEWER = ("longt5", "deberta-v2", "t5gemma")
+NEWER = ("longt5", "deberta-v2", "t5gemma", "t5gemma2")
 
 
 @pytest.fixture

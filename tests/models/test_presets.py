@@ -67,6 +67,10 @@ PUBLISHED = {
     "t5gemma-2b-2b-ul2": 5_596_853_760,
     "t5gemma-9b-2b-ul2": 12_292_375_296,
     "t5gemma-9b-9b-ul2": 20_333_401_088,
+    # Without the part that reads images.
+    "t5gemma-2-270m-270m": 368_424_832,
+    "t5gemma-2-1b-1b": 1_697_783_168,
+    "t5gemma-2-4b-4b": 7_089_112_576,
     "xlm-roberta-base": 278_295_186,
     "xlm-roberta-large": 560_142_482,
     "camembert-base": 110_655_493,

@@ -45,7 +45,6 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
     ("gemma3", "Gemma3ForConditionalGeneration"): ("(gemma3_text)", "reads images"),
-    ("t5gemma2", "T5Gemma2ForConditionalGeneration"): ("T5GemmaForConditionalGeneration (t5gemma)", "reads images"),
     ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),
     ("xlnet", ""): ("(bert)", "two streams"),
     ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),

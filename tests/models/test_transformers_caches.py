@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import hf_model
+from tiny_models import hf_model, tiny
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import shardzoo
@@ -138,6 +138,48 @@ def test_caches_that_the_caller_makes(models):
         past.cross_attention_cache.layers[0].keys,
         **TOLERANCE,
     )
+
+
+@torch.no_grad()
+def test_a_cache_has_the_name_of_later_releases_too(models):
+    """transformers 5.24 has renamed `past_key_values`, in calls and in outputs, to `cache`."""
+    theirs, folder = models("GPT2LMHeadModel")
+    ours = shardzoo.from_pretrained(folder).eval()
+    ids = make_ids((2, 9))
+    first = ours(ids[:, :6])
+    assert "cache" in first
+    assert first.cache is first["cache"] is first.get("cache") is first.past_key_values
+    given = ours.prepare_inputs_for_generation(ids, 3, cache=first.cache)
+    assert list(given) == ["input_ids", "cache"]
+    second = ours(**given)
+    assert second.cache is first.cache
+    torch.testing.assert_close(second.logits, theirs(ids).logits[:, 6:], **TOLERANCE)
+    wanted = ours.generate(ids, max_new_tokens=4)
+    begun = ours(ids[:, :6]).cache
+    assert torch.equal(ours.generate(ids, max_new_tokens=4, cache=begun), wanted)
+    assert begun.get_seq_length() == 12
+    assert ours(ids, cache=None, use_cache=False).cache is None
+    bert = shardzoo.from_config(tiny("bert", architectures=["BertModel"])).eval()
+    assert torch.equal(bert(ids, cache=None)[0], bert(ids, past_key_values=None)[0])
+    assert not hasattr(bert(ids), "logits")
+    with pytest.raises(ValueError, match="must be a Cache of transformers"):
+        ours(ids, cache=((ids, ids),))
+    with pytest.raises(TypeError, match="two caches, cache and past_key_values"):
+        ours(ids, cache=begun, past_key_values=begun)
+    with pytest.raises(ValueError, match="cache and past_key_values are the same argument"):
+        ours.generate(ids, cache=begun, past_key_values=begun)
+
+
+@torch.no_grad()
+def test_a_decoder_alone_takes_both_names_of_a_cache(models):
+    _, folder = models("T5ForConditionalGeneration")
+    decoder = shardzoo.from_pretrained(folder).eval().get_decoder()
+    ids, source = make_ids((2, 5)), torch.randn(2, 3, 32)
+    whole = decoder(ids, encoder_hidden_states=source).last_hidden_state
+    for name in ("past_key_values", "cache"):
+        past = decoder(ids[:, :3], encoder_hidden_states=source, use_cache=True).cache
+        rest = decoder(ids[:, 3:], encoder_hidden_states=source, **{name: past})
+        torch.testing.assert_close(rest.last_hidden_state, whole[:, 3:], **TOLERANCE)
 
 
 def test_what_cannot_have_a_cache(models):

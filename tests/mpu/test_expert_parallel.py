@@ -65,9 +65,9 @@ def compute_on_ranks(tensor: int, expert: int):
     travelled: list[int] = []
     exchange = collectives.all_to_all_rows
 
-    def count(rows, sent, received, group):
+    def count(rows, sent, received, group, longest):
         travelled.append((sum(sent) - sent[group.rank()]) * rows[:1].numel() * rows.itemsize)
-        return exchange(rows, sent, received, group)
+        return exchange(rows, sent, received, group, longest)
 
     collectives.all_to_all_rows = count
     results = {}

@@ -155,6 +155,51 @@ def test_large_messages_need_little_memory_beside_them(run_ranks):
         assert kib < 1 << 10
 
 
+def exchange_unequal_rows(slot):
+    """Every rank sends rank r another number of rows, with 0 for some, through slots of another size."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    results = []
+    with new_channel(group, slot):
+        for longest_one in (0, 1, 7, 300):
+            counts = [
+                [(a * 5 + b * 3) % (longest_one + 1) for b in range(size)] for a in range(size)
+            ]
+            longest = max(counts[a][b] for a in range(size) for b in range(size) if a != b)
+            sent = counts[rank]
+            received = [row[rank] for row in counts]
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                rows = torch.arange(sum(sent) * 3).view(-1, 3) + 1000 * rank
+                rows = (rows % 251).to(dtype)
+                theirs = collectives.all_to_all_rows(rows, sent, received, group)
+                ours = collectives.all_to_all_rows(rows, sent, received, group, longest)
+                results.append(ours.dtype == dtype and torch.equal(ours, theirs))
+    return results
+
+
+@pytest.mark.parametrize(("size", "slot"), [(2, 1024), (3, 192)])
+def test_an_all_to_all_delivers_what_gloo_delivers(size, slot, run_ranks):
+    assert all(all(results) for results in run_ranks(size, exchange_unequal_rows, slot))
+
+
+def refuse_exchanges():
+    group = dist.group.WORLD
+    rows = torch.zeros(3, 2)
+    with new_channel(group):
+        for sent, received, longest in (
+            ([1, 1], [1, 2], 2),  # 2 of 3 rows
+            ([1, 2], [1, 2], 1),  # more than the longest
+            ([1, 2], [2, 1], 2),  # what a rank keeps
+        ):
+            if dist.get_rank():
+                sent, received = sent[::-1], received[::-1]
+            with pytest.raises(ValueError, match=r"elements of an all-to-all|bytes instead of"):
+                collectives.all_to_all_rows(rows, sent, received, group, longest)
+
+
+def test_an_all_to_all_refuses_numbers_that_do_not_fit(run_ranks):
+    run_ranks(2, refuse_exchanges)
+
+
 def test_a_channel_refuses_tensors_that_do_not_fit():
     """Of a channel of one rank, so that nothing is waited for."""
     file = os.memfd_create("channel")

@@ -244,6 +244,10 @@ def errors():
     return {
         "scores": (lambda: ops.masked_softmax(x), r"\[B, N, Sq, Sk\], got shape \(2, 3, 4\)"),
         "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "needs causal=True"),
+        "devices": (
+            lambda: ops.rms_norm(x, torch.ones(4, device="meta"), 1e-6),
+            "rms_norm got tensors on cpu and on meta; use one device",
+        ),
         "mask": (
             lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0),
             r"\(4, 4\) does not broadcast",

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 
 FLAGS = {"BLOCK": 1024, "MASK": 1, "BIAS": 1, "ACTIVATION": 0, "BITS": 4, "BLOCKS": 16, "ROWS": 16, "COLUMNS": 32}
 FLOATS = {"scale", "keep_scale", "eps", "uniform", "target_share", "twice_z_loss"}
-ELEMENTS = {"mask": "*u8", "prefix": "*i64", "row_keys": "*i64", "target": "*i64", "mean": "*fp32", "rstd": "*fp32",
+ELEMENTS = {"mask": "*u8", "prefix": "*i64", "row_keys": "*i64", "sample_keys": "*i64",
+            "target": "*i64", "mean": "*fp32", "rstd": "*fp32",
             "partial": "*fp32", "partial_weight": "*fp32", "partial_bias": "*fp32", "maximum": "*fp32",
             "sum_exp": "*fp32", "codes": "*u8", "scales": "*fp32", "table": "*fp32",
             "target_logit": "*fp32", "sum_logits": "*fp32", "log_z": "*fp32"}

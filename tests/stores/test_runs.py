@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from store_runs import train
 
 import shardzoo
-from shardzoo.convert.operations import merge
+from shardzoo.convert.operations import merge, split
 from shardzoo.data.indexed.writer import IndexedDatasetWriter
 from shardzoo.files import working_copies
 from shardzoo.files.object_store import (
@@ -25,7 +27,7 @@ from shardzoo.files.object_store import (
 )
 from shardzoo.files.working_copies import find_work
 from shardzoo.trainer import store_lease
-from shardzoo.trainer.run_lock import return_folder, take_folder
+from shardzoo.trainer.run_lock import LOCK, return_folder, take_folder
 
 
 def losses(content: bytes) -> list[float]:
@@ -177,6 +179,50 @@ def test_a_model_within_a_run_is_read_only_when_it_is_complete(
     take_folder(folder)
     return_folder(folder)
     shardzoo.from_pretrained(f"{url}/hf")
+
+
+def test_the_board_follows_a_run(memory_bucket, gpt2_folder, tmp_path, monkeypatch, capsys):
+    from shardzoo.cli.board import command, stored_run
+    from shardzoo.cli.main import main
+
+    monkeypatch.setattr(stored_run, "SECONDS_BETWEEN_LOOKS", 0.02)
+    url = f"{memory_bucket}/run"
+
+    def wait_for(name: str, value: object) -> None:
+        deadline = time.monotonic() + 20
+        while runs.data({})["runs"][0][name] != value and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert runs.data({})["runs"][0][name] == value
+
+    write_object(f"{url}/{LOCK}", b"{}")  # a run that has just begun
+    runs = command.Runs([command.Run(Path(url))])
+    assert runs.data({})["runs"][0]["name"] == url
+    remove_object(f"{url}/{LOCK}")
+    train(url, 4)
+    wait_for("checkpoints", [2, 4])
+    assert runs.data({})["runs"][0]["step"] == 4
+    train(url, 6, resume=True, save_total_limit=1)
+    wait_for("checkpoints", [6])
+    assert runs.data({})["charts"][0]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert f"{url}/checkpoints/step-000006 has no manifest.json" in runs.runs[0].layout()["error"]
+    split(gpt2_folder, tmp_path / "split", 2)
+    manifest = (tmp_path / "split" / "manifest.json").read_bytes()
+    write_object(f"{url}/checkpoints/step-000008/manifest.json", manifest)
+    write_object(f"{url}/checkpoints/step-000008/trainer_state.json", b"{}")
+    wait_for("checkpoints", [6, 8])
+    assert runs.runs[0].layout()["ranks"] == 2
+
+    def refuse(url):
+        raise OSError(5, "the store cannot be reached", url)
+
+    list_all = stored_run.list_objects
+    monkeypatch.setattr(stored_run, "list_objects", refuse)
+    wait_for("problem", f"cannot read or write {url}: the store cannot be reached")
+    assert runs.data({})["runs"][0]["step"] == 6
+    monkeypatch.setattr(stored_run, "list_objects", list_all)
+    wait_for("problem", "")
+    assert main(["board", f"{memory_bucket}/none", "--port", "0"]) == 2
+    assert f"error: {memory_bucket}/none holds no run" in capsys.readouterr().err
 
 
 def test_one_run_at_a_time_uses_a_folder(memory_bucket, monkeypatch, tmp_path):

@@ -323,7 +323,7 @@ def test_layouts_change_what_they_should():
         ),
         (["gpt2", "--length", "4096"], "4096 is more than the model's 1024 positions"),
         (["gpt2", "--precision", "bf16", "--zero-stage", "0"], "use 1, 2 or 3"),
-        (["gpt2", "--micro-batch-size", "0"], "micro_batch_size must be at least 1"),
+        (["gpt2", "--micro-batch-size", "0"], "--micro-batch-size must be at least 1"),
         (["gpt2", "--device-memory", "-1"], "--device-memory must be above 0"),
         (["gpt5"], "neither a preset"),
     ],

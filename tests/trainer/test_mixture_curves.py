@@ -63,6 +63,7 @@ class Layout(NamedTuple):
     data: int = 1
     stages: int = 1
     arguments: dict[str, Any] = {}  # noqa: RUF012 - of a tuple, and never changed
+    context: int = 1
 
 
 LAYOUTS = {
@@ -84,6 +85,13 @@ LAYOUTS = {
     "one micro-batch": Layout(1, 2, arguments={"micro_batch_size": 6}),
 }
 NAMES = list(LAYOUTS)
+FSDP: dict[str, Any] = {"env_type": "fsdp"}
+FURTHER_LAYOUTS = {
+    "FSDP over EP 2 x DP 2": Layout(1, 2, 2, arguments=FSDP),
+    "FSDP over EP 4, recomputed": Layout(1, 4, arguments={**FSDP, "recompute": "full"}),
+    "CP 2 x EP 2": Layout(1, 2, arguments={"zero_stage": 1}, context=2),
+    "FSDP over CP 2 x EP 2": Layout(1, 2, arguments=FSDP, context=2),
+}
 # Neighbors in this list differ in family and in layout, so that every part of it is a mixed one.
 CASES = [
     (family, NAMES[(number + turn) % len(NAMES)])
@@ -95,10 +103,10 @@ CASES = [
 def _train(family: str, layout: Layout, folder: Path, **changes: Any) -> list[float]:
     from shardzoo.mpu import ParallelMesh
 
-    mesh = ParallelMesh(layout.tensor, layout.stages, expert_parallel_size=layout.expert)
+    mesh = ParallelMesh(layout.tensor, layout.stages, layout.context, layout.expert)
     settings: dict[str, Any] = {
         "train_steps": STEPS, "global_batch_size": 12, "micro_batch_size": 12 // mesh.size("data", "expert") // 2,
-        "expert_parallel_size": layout.expert, **layout.arguments, **changes,
+        "expert_parallel_size": layout.expert, "context_parallel_size": layout.context, **layout.arguments, **changes,
     }  # fmt: skip
     if family == "nllb-moe":
         settings["lr"] = 2e-3  # Its scaled embeddings amplify what is rounded elsewhere.
@@ -125,7 +133,7 @@ def train(run_ranks, tmp_path):
     """`train(family, layout, folder, …)`: the losses, which are the same on all ranks."""
 
     def run(family: str, layout: Layout, folder: str, **changes: Any) -> list[float]:
-        ranks = layout.tensor * layout.expert * layout.data * layout.stages
+        ranks = layout.tensor * layout.expert * layout.data * layout.stages * layout.context
         training = partial(_train, family, layout, tmp_path / folder, **changes)
         by_rank = run_ranks(ranks, training)
         assert all(losses == by_rank[0] for losses in by_rank)
@@ -146,3 +154,64 @@ def test_every_family_trains_and_resumes_in_every_layout(train, unsplit, tmp_pat
     assert train(family, layout, "again", load_dir=start) == losses[SAVED:]
     resumed = train(family, other, "other", load_dir=start)
     assert resumed == pytest.approx(expected[SAVED:], **SAME_LOSS)
+
+
+def _train_with_large_parameters(layout: Layout, folder: Path) -> tuple[list[float], int]:
+    """The losses, and the number of parameters that count as large, which DDP does not exchange."""
+    from shardzoo.trainer.engines import ddp_engine
+
+    counts: list[int] = []
+    usual, list_large = ddp_engine.SMALLEST, ddp_engine._list_large
+
+    def note(model: Any, experts: set[str]) -> Any:
+        large = list_large(model, experts)
+        counts.append(len(large))
+        return large
+
+    ddp_engine.SMALLEST = 500
+    ddp_engine._list_large = note
+    try:
+        return _train("mixtral", layout, folder), counts[0]
+    finally:
+        ddp_engine.SMALLEST = usual
+        ddp_engine._list_large = list_large
+
+
+def test_ddp_adds_up_large_gradients_where_they_are(run_ranks, unsplit, tmp_path):
+    layout = Layout(1, 2, arguments={"env_type": "pytorchDDP"})
+    for losses, large in run_ranks(2, _train_with_large_parameters, layout, tmp_path):
+        assert large > 2
+        assert losses == pytest.approx(unsplit("mixtral"), **SAME_LOSS)
+
+
+FURTHER_CASES = [
+    (family, name)
+    for family in CONFIGS
+    for name, layout in FURTHER_LAYOUTS.items()
+    # An expert's capacity counts the tokens of a whole sequence.
+    if layout.context == 1 or family not in ("switch_transformers", "nllb-moe")
+]
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize(("family", "name"), FURTHER_CASES)
+def test_every_family_trains_and_resumes_where_else_experts_are_dealt(
+    train, unsplit, tmp_path, family, name
+):
+    layout = FURTHER_LAYOUTS[name]
+    expected = unsplit(family)
+    losses = train(family, layout, "run", save_interval=SAVED)
+    assert losses == pytest.approx(expected, **SAME_LOSS)
+    start = str(tmp_path / "run" / "checkpoints" / f"step-{SAVED:06d}")
+    assert train(family, layout, "again", load_dir=start) == losses[SAVED:]
+    resumed = train(family, LAYOUTS["EP 2 x DP 2, DDP"], "other", load_dir=start)
+    assert resumed == pytest.approx(expected[SAVED:], **SAME_LOSS)
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "switch_transformers"])
+def test_dealt_experts_are_updated_within_the_backward_pass(train, tmp_path, family):
+    changes = {"clip_grad": 0.0, "optimizer_in_backward": True, "env_type": "fsdp"}
+    expected = train(family, Layout(), "one", clip_grad=0.0, micro_batch_size=12)
+    split = train(family, Layout(1, 2, 2), "split", micro_batch_size=3, **changes)
+    assert split == pytest.approx(expected, **SAME_LOSS)

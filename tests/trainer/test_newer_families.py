@@ -20,6 +20,7 @@ FAMILIES = {
     "deberta-v2": {"architectures": ["DebertaV2ForMaskedLM"]},
     "longt5": {},
     "t5gemma": {},
+    "t5gemma2": {},
 }
 # Sizes of the mesh, and arguments of the trainer.
 LAYOUTS = {

@@ -54,6 +54,12 @@ WANTED = {
         "ForSequenceClassification",
         "ForTokenClassification",
     ),
+    "T5Gemma2": (
+        "Model",
+        "ForConditionalGeneration",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+    ),
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
     "EuroBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "XLMRobertaXL": (*ENCODER_HEADS, "ForCausalLM"),

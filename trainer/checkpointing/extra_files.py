@@ -17,6 +17,7 @@ from ...data.tokenizers.files import TOKENIZER_FILES, check_tokenizer_folder
 from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ...data.tokenizers.vocabulary import Vocabulary
 from ...files.safe_paths import checked_file
+from ...files.working_copies import name_urls
 from ...models.config import ModelConfig
 from ..launch.ranks import on_first_rank
 
@@ -172,7 +173,7 @@ def _choose_tokenizer(
             save_tokenizer(carried, folder)
             return _read_tokenizer(Path(folder))
     if not stored.contents:
-        reason = "; ".join(reasons)
+        reason = name_urls("; ".join(reasons))
         notify(
             f"the checkpoints will hold no tokenizer ({reason}); pass its folder as extra_files to train()"
         )

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...mpu import ParallelMesh
+from ...mpu import ParallelMesh, shared_memory
+from ...mpu.collectives import start_all_reduce
 from ...mpu.mesh import EXPERT_REPLICA_AXES
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..optimizers.adamw import clip_gradients
-from .buckets import bucket_elements
+from .buckets import SMALLEST, bucket_elements
 from .master_weights import MasterWeights
 from .torch_engine import TorchEngine
 
@@ -42,8 +43,14 @@ class DDPEngine(TorchEngine):
             for name, parameter in model.named_parameters()
             if getattr(parameter, "expert_parallel", False)
         }
-        # What DDP does not exchange: `_sum_experts` does so among fewer ranks.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+        large = _list_large(model, experts) if arguments.precision == "fp32" else []
+        self._large = [parameter for _, parameter in large]
+        # What DDP does not exchange: `_sum_experts` does so among fewer ranks, and `_sum_large` in
+        # place.
+        left_out = experts | {name for name, _ in large}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
+        for parameter in self._large:
+            cast(Any, dist).broadcast(parameter.detach(), 0)  # as DDP does with all others
         self.model = _FixedBuckets(model, ranks.replica_size)
         # DDP itself averages gradients over the ranks, but the ranks' losses already add up to the
         # mean. torch reads the annotations of a hook, and knows them only as types: a lambda has
@@ -69,8 +76,10 @@ class DDPEngine(TorchEngine):
 
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
-        if self.model.require_backward_grad_sync and self._experts_mesh is not None:
-            self._sum_experts(self._experts_mesh)
+        if self.model.require_backward_grad_sync:
+            if self._experts_mesh is not None:
+                self._sum_experts(self._experts_mesh)
+            self._sum_large()
         if self.model.require_backward_grad_sync and self._without_gradient:
             # DDP reports this only in the next step, after an update with gradients that were not
             # exchanged.
@@ -93,10 +102,43 @@ class DDPEngine(TorchEngine):
             if getattr(updated, "expert_parallel", False) and updated.grad is not None:
                 cast(Any, dist).all_reduce(updated.grad, group=mesh.group(*EXPERT_REPLICA_AXES))
 
+    def _sum_large(self) -> None:
+        """Adds up the gradients of large parameters through shared memory."""
+        for parameter in self._large:
+            if parameter.grad is not None:
+                parameter.grad = start_all_reduce(parameter.grad, _all_ranks())()
+
     def clip(self) -> Tensor:
         return clip_gradients(
             list(self._names), self._clip_grad, self.optimizer, self._experts_mesh
         )
+
+
+def _list_large(model: nn.Module, experts: set[str]) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters of at least a bucket's size, with their names, if the ranks share
+    memory, through which they add up a gradient where it is.
+
+    DDP copies it into a bucket and back, and gloo's thread takes the processor from the backward
+    pass. Collective over all ranks.
+    """
+    trained = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in experts
+    ]
+    large = [pair for pair in trained if pair[1].numel() >= SMALLEST]
+    # DDP needs one that is its own.
+    if not large or len(large) == len(trained):
+        return []
+    first = large[0][1]
+    of_its_kind = torch.empty(0, dtype=first.dtype, device=first.device)
+    return large if shared_memory.find(of_its_kind, _all_ranks()) else []
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _sum_bucket(bucket: Any) -> torch.futures.Future[Tensor]:
@@ -129,10 +171,11 @@ class _FixedBuckets(DistributedDataParallel):
     """
 
     def __init__(self, model: nn.Module, replicas: int = 1) -> None:
+        left_out: set[str] = cast(Any, model)._ddp_params_and_buffers_to_ignore
         trained = [
             parameter
-            for parameter in model.parameters()
-            if parameter.requires_grad and not getattr(parameter, "expert_parallel", False)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in left_out
         ]
         elements = bucket_elements(sum(parameter.numel() for parameter in trained), replicas)
         itemsize = max((parameter.element_size() for parameter in trained), default=4)

@@ -105,7 +105,7 @@ def plot_loss(
     axes.set(xlabel=f"tokens trained on ({unit})", ylabel="loss (nats per target token)")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -285,9 +285,10 @@ def _plot_evaluations(axes: Any, records: Records, per_step: float) -> None:
         point = (valid[-1]["step"] * per_step, valid[-1]["valid/loss"])
     else:
         return
-    # Below the point: the curve of training comes from above.
-    below = {"textcoords": "offset points", "xytext": (0, -9), "ha": "right", "va": "top"}
-    axes.annotate(f"{point[1]:.4f}", point, **below)
+    # The curve of training ends below the point, and the pale one behind it is covered.
+    place = {"textcoords": "offset points", "xytext": (4, 9), "ha": "right", "va": "bottom"}
+    cover = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    axes.annotate(f"{point[1]:.4f}", point, bbox=cover, **place)
 
 
 def _write_section(heading: str, content: Section) -> str:

@@ -172,9 +172,8 @@ class AdamW(torch.optim.AdamW):
                 return None
             parameters = group["params"]
             if together:
-                if any(
-                    has_adamw_together(parameter.device) != together for parameter in parameters
-                ):
+                devices = {parameter.device for parameter in parameters}
+                if not all(has_adamw_together(device) for device in devices):
                     return None
             elif not all(may_have_adamw_kernel(parameter) for parameter in parameters):
                 return None

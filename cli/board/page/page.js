@@ -15,7 +15,7 @@ const TITLES = {
 // Said by other charts already: the batch size is constant, so these have the shape of tokens per second.
 const SAME = { "train/samples_per_second": "train/tokens_per_second", "train/seconds": "train/tokens_per_second" };
 const COLUMNS = [
-  "run", "step", "samples", "training loss", "held-out loss", "final loss", "tokens/s", "GB by rank", "checkpoints", "best",
+  "run", "step", "samples", "training loss", "held-out loss", "final loss", "target tokens/s", "GB by rank", "checkpoints", "best",
   "shards",
 ];
 const PALE = 0.3;

@@ -58,6 +58,9 @@ def run_trl(kind: str, logps: list[torch.Tensor], lengths: torch.Tensor) -> torc
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
+        # trl 1.14 and earlier would compute the log-probabilities themselves, of logits.
+        use_liger_kernel=True,
+        _get_per_token_logps_and_entropies=lambda *_: (per_token, output.entropy, output),
     )
     inputs = {
         "input_ids": torch.zeros(2 * ROWS, TOKENS + 1, dtype=torch.long),
