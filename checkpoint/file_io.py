@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -57,14 +58,19 @@ class OpenFiles:
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         opened = list(self._descriptors.values())
         self._descriptors.clear()
         for file in opened:
             close_file(file)
-        if not any(exception):
-            for file in opened:
-                if isinstance(file, RangedFile):
+        ranged = [file for file in opened if isinstance(file, RangedFile)]
+        if error is None:
+            for file in ranged:
+                file.check_unchanged()
+        elif isinstance(error, ValueError | OSError):
+            # What looks like damage may be parts of two versions of an object.
+            with suppress(OSError):
+                for file in ranged:
                     file.check_unchanged()
 
 

@@ -116,12 +116,14 @@ def take_in_store(path: Path, notify: Callable[[str], None]) -> None:
 
 
 def _replace(lease: StoreLease, url: str, notify: Callable[[str], None]) -> None:
-    """Takes the place of an owner that has ended.
+    """Takes the place of an owner that has ended, unless it is this process itself.
 
     Raises:
         ValueError: It still runs.
     """
     owner = _read_owner(lease.url)
+    if owner.get("token") == lease.token:
+        return  # The answer to the first request was lost, and the client has asked again.
     host = str(owner.get("host", ""))
     process = owner.get("process")
     name = f"process {process} on {host}"

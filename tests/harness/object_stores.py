@@ -47,6 +47,7 @@ def s3(s3_server: S3Server, monkeypatch) -> S3Server:
     object_store._filesystems.clear()
     s3_server.refuse = lambda method, path: False
     s3_server.on_request = lambda: None
+    s3_server.respond = None
     s3_server.sent.clear()
     return s3_server
 

@@ -21,12 +21,14 @@ class S3Server:
         variables: The environment of its clients.
         on_request: Is called at the beginning of each request.
         refuse: Is asked about each request (method, path); if it returns True, the server fails.
+        respond: Is asked next, and may return the status of a failure, such as "503 Slow Down".
     """
 
     address: str = ""
     sent: dict[str, int] = field(default_factory=dict)
     refuse: Callable[[str, str], bool] = lambda method, path: False
     on_request: Callable[[], None] = lambda: None
+    respond: Callable[[str, str], str | None] | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -57,6 +59,12 @@ def serve() -> Iterator[S3Server]:
         if found.refuse(environ["REQUEST_METHOD"], path):
             start_response("403 Forbidden", [("Content-Length", "0")])
             return []
+        status = found.respond(environ["REQUEST_METHOD"], path) if found.respond else None
+        if status is not None:
+            code = "".join(status.split()[1:])
+            text = f"<Error><Code>{code}</Code><Message>Reduce your request rate.</Message></Error>"
+            start_response(status, [("Content-Length", str(len(text)))])
+            return [text.encode()]
         body = list(moto(environ, start_response))
         with lock:
             found.sent[path] = found.sent.get(path, 0) + sum(map(len, body))

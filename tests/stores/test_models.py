@@ -145,6 +145,27 @@ def test_a_source_that_changes_is_refused(memory_bucket, gpt2_folder, monkeypatc
     assert list_objects(f"{memory_bucket}/split") == {}
 
 
+def test_a_model_that_is_replaced_meanwhile_does_not_count_as_damaged(
+    memory_bucket, gpt2_folder, monkeypatch
+):
+    url = f"{memory_bucket}/split"
+    split(gpt2_folder, url, 2)
+    from shardzoo.files import working_copies
+
+    read = working_copies.read_range
+
+    def replace_before_reading(address, start, stop):
+        if start > 8 and address.endswith("rank_01.safetensors"):
+            content = bytearray(read_object(address))
+            content[-1] ^= 1
+            write_object(address, bytes(content))
+        return read(address, start, stop)
+
+    monkeypatch.setattr(working_copies, "read_range", replace_before_reading)
+    with pytest.raises(ValueError, match=r"rank_01\.safetensors changed while it was being read"):
+        shardzoo.from_pretrained(url)
+
+
 def test_a_damaged_object_is_refused(memory_bucket, gpt2_folder):
     url = f"{memory_bucket}/split"
     split(gpt2_folder, url, 2)

@@ -275,6 +275,21 @@ def test_the_lease_of_a_process_that_has_ended_is_replaced(memory_bucket, monkey
     assert read_object(f"{url}/.run.lock") == elsewhere
 
 
+def test_a_reservation_whose_answer_is_lost_is_ones_own(memory_bucket, monkeypatch):
+    url = f"{memory_bucket}/run"
+
+    def write_twice(address, content, *, create=False):
+        write_object(address, content, create=create)
+        write_object(address, content, create=create)
+
+    monkeypatch.setattr(store_lease, "write_object", write_twice)
+    folder = find_work(url)
+    take_folder(folder)
+    assert json.loads(read_object(f"{url}/{LOCK}"))["process"] == os.getpid()
+    return_folder(folder)
+    assert find_object(f"{url}/{LOCK}") is None
+
+
 def test_a_live_owner_elsewhere_keeps_the_folder(memory_bucket, monkeypatch):
     url = f"{memory_bucket}/run"
     monkeypatch.setattr(store_lease, "SECONDS_WITHOUT_SIGN", 5.0)
