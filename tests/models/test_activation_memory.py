@@ -13,7 +13,7 @@ from tiny_models import TINY, tiny
 
 from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
-from shardzoo.models.activations import Batch, Layout, block_bytes
+from shardzoo.models.activations import Batch, Layout, block_bytes, head_sum_bytes, logit_bytes
 from shardzoo.models.blocks.activation_functions import ACTIVATIONS
 
 SIZE, SOURCE, TARGET = 2, 16, 12
@@ -234,3 +234,18 @@ def test_terms_of_relative_positions_are_counted(itemsize, dropout, recompute):
     [stack] = family("deberta-v2").activations(config_from_dict(values)).stacks
     layout = Layout(itemsize, 1, parallel_config)
     assert kept(3) - kept(2) == block_bytes(stack, Batch(2, 64, 0, False), layout).kept
+
+
+def test_the_loss_of_a_large_head_needs_less_on_a_gpu():
+    """8,192 tokens, 4,096 features and 131,072 words in bf16, as docs/estimate.md says."""
+    batch = Batch(8, 1024)
+    shape = (131072, 4096)
+    on_gpu = Layout(2, device="cuda")
+    assert logit_bytes(131072, batch, on_gpu) == 2 << 25
+    assert logit_bytes(131072, batch, Layout(2)) == 2 << 26
+    sums = 4 * 8192 * 4096
+    head = 2 * 131072 * 4096
+    assert head_sum_bytes(shape, batch, on_gpu, is_trained=True) == sums + head
+    assert head_sum_bytes(shape, batch, on_gpu, is_trained=False) == sums
+    assert head_sum_bytes(shape, batch, Layout(2), is_trained=True) == 2 * head
+    assert head_sum_bytes(shape, Batch(1, 1024), on_gpu, is_trained=True) == 0
