@@ -15,7 +15,7 @@ from ..data import BlankDataset, PadBatch
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..finetuning.arguments import FinetuningArguments
 from ..finetuning.data import TextTokenizer, prefix_mask
-from ..finetuning.loading import find_source, load_model, task_config
+from ..finetuning.loading import ModelSource, find_source, load_model, task_config
 from ..finetuning.tasks import Labels
 from ..models import family, from_config
 from ..models.language_model import IGNORED
@@ -29,19 +29,23 @@ TASKS = {
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
     **dict.fromkeys(("sequence-labeling-crf", "ner-crf"), "token-classification"),
     **dict.fromkeys(("sequence-labeling-gp", "ner-gp"), "token-classification"),
+    "embedding": "embedding",
 }
 
 
 class AutoLoader:
     """Loads the zoo's model of a folder with the head of a FlagAI task, and its tokenizer.
 
+    A decoder or an encoder-decoder that the zoo does not have, such as OPT, is transformers' own.
+
         loader = AutoLoader("ner", "RoBERTa-base-ch", model_dir="./checkpoints", class_num=7)
         model, tokenizer = loader.get_model(), loader.get_tokenizer()
 
     Args:
         task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
-            classification, semantic-matching, sequence-labeling or ner. The last two with `-crf`
-            have a conditional random field, `model.crf_layer`; with `-gp` a global pointer.
+            classification, semantic-matching, embedding, sequence-labeling or ner. The last two
+            with `-crf` have a conditional random field, `model.crf_layer`; with `-gp` a global
+            pointer.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
         load_pretrain_params: Load the folder's weights; else the model is new.
@@ -82,10 +86,16 @@ class AutoLoader:
             raise ValueError(
                 f"inner_dim is for the tasks with -gp, not for {task_name}: leave it out"
             )
+        generates = TASKS[task_name] in ("text-generation", "text2text-generation")
         arguments = FinetuningArguments(
-            model_name_or_path=str(self.folder), native=True, crf=has_crf
+            model_name_or_path=str(self.folder),
+            native=None if generates and mesh is None else True,
+            crf=has_crf,
         )
         source = find_source(arguments)
+        if not source.native:
+            self._load_transformers(source, arguments, torch.device(device))
+            return
         known = family(source.model_type).tasks
         task = TASKS[task_name]
         if task == "text-generation" and task not in known:
@@ -112,6 +122,14 @@ class AutoLoader:
         blank_text = family(source.model_type).blank_text
         text = None if blank_text is None else blank_text(self.folder, None)
         self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder), text)
+
+    def _load_transformers(
+        self, source: ModelSource, arguments: FinetuningArguments, device: torch.device
+    ) -> None:
+        """Loads a model that generates and is not in the zoo, with its weights."""
+        task = "text2text-generation" if source.shape == "encoder-decoder" else "text-generation"
+        self.model: Any = load_model(source, task, arguments, None, device, None).to(device)
+        self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder))
 
     def get_model(self) -> Any:
         return self.model

@@ -10,7 +10,7 @@ import torch
 
 from ..finetuning.loading import ModelSource, find_positions
 from ..finetuning.text_generator import TextGenerator
-from ..models import family
+from ..models import FAMILIES, family
 from .auto_loader import FlagAITokenizer
 
 
@@ -100,6 +100,19 @@ class Predictor:
             ].argmax()
         )
 
+    @torch.inference_mode()
+    def predict_embedding(self, text: str, maxlen: int = 256) -> torch.Tensor:
+        """Returns the embedding of a text [H], fp32 on the CPU: the mean of the last hidden states of
+        its tokens, special ones included.
+        """
+        encoded = self.tokenizer.encode_plus(text, max_length=maxlen)
+        device = next(self.model.parameters()).device
+        output = self.model(
+            torch.tensor([encoded["input_ids"]], device=device),
+            token_type_ids=torch.tensor([encoded["token_type_ids"]], device=device),
+        )
+        return output.last_hidden_state.float().mean(1)[0].cpu()
+
     def predict_masklm(self, text: str, maxlen: int = 512) -> str:
         """Returns the text with the most probable token at each position."""
         ids = self._logits(self.tokenizer.encode_plus(text, max_length=maxlen)["input_ids"])[
@@ -120,9 +133,13 @@ class Predictor:
 
     def _generate(self, text: str, longest_input: int, longest_output: int, **settings: Any) -> str:
         config = self.model.config
-        kind = family(config.model_type).kind
+        native = config.model_type in FAMILIES
+        if native:
+            kind = family(config.model_type).kind
+        else:
+            kind = "encoder-decoder" if config.is_encoder_decoder else "decoder"
         source = ModelSource(
-            Path(self.model.name_or_path), {"model_type": config.model_type}, kind, native=True
+            Path(self.model.name_or_path), {"model_type": config.model_type}, kind, native
         )
         generator = TextGenerator(
             source,

@@ -13,9 +13,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import transformers
 from commands import warm_environment
 from every_case import by_turns
-from tiny_models import save_glm, save_model, text
+from tiny_models import save_glm, save_model, text, tokenizer_like
 
 from shardzoo.cli.pretrain import RECIPES, read_arguments
 from shardzoo.data import train_tokenizer
@@ -130,6 +131,549 @@ class Titles(Dataset):
         return {{"input_ids": data["input_ids"], "segment_ids": data["token_type_ids"]}}
 
 trainer.train(model, train_dataset=Titles(), valid_dataset=Titles(), collate_fn=seq2seq_collate_fn)
+"""
+READ_FILE = """
+def read_file():
+    src = []
+    tgt = []
+
+    with open(src_dir, 'r', encoding='utf-8') as f:
+        lines = f.readlines()
+        for line in lines:
+            src.append(line.strip('\\n').lower())
+
+    with open(tgt_dir, 'r', encoding='utf-8') as f:
+        lines = f.readlines()
+        for line in lines:
+            tgt.append(line.strip('\\n').lower())
+
+    return src, tgt
+"""
+TITLE_DATASET = """
+class BertTitleGenerationDataset(Dataset):
+
+    def __init__(self, sents_src, sents_tgt, tokenizer, maxlen=512):
+        super(BertTitleGenerationDataset, self).__init__()
+        self.sents_src = sents_src
+        self.sents_tgt = sents_tgt
+        self.tokenizer = tokenizer
+        self.maxlen = maxlen
+
+    def __getitem__(self, i):
+        src = self.sents_src[i]
+        tgt = self.sents_tgt[i]
+        data = self.tokenizer.encode_plus(src, tgt, max_length=self.maxlen, MORE)
+        output = {
+            "input_ids": data["input_ids"],
+            "segment_ids": data["token_type_ids"],
+        }
+        return output
+
+    def __len__(self):
+
+        return len(self.sents_src)
+"""
+ROBERTA_TITLES = f"""
+import os
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.compat import seq2seq_collate_fn{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_title-generation", batch_size=4, gradient_accumulation_steps=1,
+    lr=2e-3, weight_decay=1e-3, epochs=3, log_interval=1, eval_interval=10000, load_dir=None, pytorch_device=device,
+    save_dir="checkpoints_roberta_titles", checkpoint_activations=True, save_interval=4,
+)
+
+cur_dir = os.path.dirname(os.path.abspath(__file__))
+src_dir = cur_dir + '/train.src'
+tgt_dir = cur_dir + '/train.tgt'
+model_dir = "./state_dict"
+
+os.makedirs(model_dir, exist_ok=True)
+maxlen = 256
+
+auto_loader = AutoLoader(
+    "title-generation",
+    model_name="RoBERTa-base-ch",
+    model_dir=model_dir,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+{READ_FILE}
+{TITLE_DATASET.replace(", MORE", "")}
+sents_src, sents_tgt = read_file()
+data_len = len(sents_tgt)
+train_size = int(data_len * 0.8)
+
+train_src = sents_src[:train_size][:2000]
+train_tgt = sents_tgt[:train_size][:2000]
+
+val_src = sents_src[train_size:]
+val_tgt = sents_tgt[train_size:]
+
+train_dataset = BertTitleGenerationDataset(train_src, train_tgt, tokenizer=tokenizer, maxlen=maxlen)
+val_dataset = BertTitleGenerationDataset(val_src, val_tgt, tokenizer=tokenizer, maxlen=maxlen)
+
+trainer.train(
+    model,
+    train_dataset=train_dataset,
+    valid_dataset=val_dataset,
+    collate_fn=seq2seq_collate_fn,
+)
+"""
+ROBERTA_TITLES_GENERATE = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+model_dir = "./checkpoints_roberta_titles/roberta_title-generation/checkpoints"{CHANGED}
+
+maxlen = 256
+auto_loader = AutoLoader(
+    "title-generation",
+    model_name="step-000008",{CHANGED}
+    model_dir=model_dir,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+predictor = Predictor(model, tokenizer)
+model.to(device)
+model.eval()
+{PREPARE}
+for text in sources[:2]:
+    first = predictor.predict_generate_beamsearch(text,
+                                              out_max_length=50,
+                                              beam_size=3)
+    second = predictor.predict_generate_randomsample(text,
+                                                input_max_length=256,
+                                                out_max_length=50,
+                                                repetition_penalty=1.5,
+                                                top_k=20,
+                                                top_p=1.0,
+                                                temperature=1.2)
+    assert isinstance(first, str) and isinstance(second, str)
+"""
+BERT_ENGLISH_TITLES = f"""
+import os
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.compat import seq2seq_collate_fn as title_generation_collate_fn{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+cur_dir = os.path.dirname(os.path.abspath(__file__))
+train_path = cur_dir + "/news.tsv"
+trainer = Trainer(
+    env_type="pytorch", experiment_name="bert-title-generation", batch_size=2, gradient_accumulation_steps=1,
+    lr=1e-3, weight_decay=1e-3, epochs=2, log_interval=1, eval_interval=10, load_dir=None, pytorch_device=device,
+    save_dir="checkpoints-bert-title-generation-en", checkpoint_activations=True, save_interval=1000, fp16 = False)
+
+model_dir = "./state_dict/"  # download_path for the model
+os.makedirs(model_dir, exist_ok=True)
+maxlen = 256
+
+auto_loader = AutoLoader(
+    "title-generation",
+    model_name="BERT-base-en",
+    model_dir=model_dir,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+
+def read_file():
+    src = []
+    tgt = []
+
+    index = 0
+    with open(train_path, 'r', encoding='utf-8') as f:
+        for line in f:
+            index += 1
+            if index == 1:
+                continue
+            line = line.strip('\\n').split('\\t')
+            src_list = line[4].split(" ")
+            if len(src_list) > 510:
+                src_list = src_list[:510]
+                line[4]=" ".join(src_list)
+            src.append(line[4])
+            tgt.append(line[3])
+            if index == 100000:
+                break
+
+    return src, tgt
+
+{TITLE_DATASET.replace("MORE", "truncation=True")}
+sents_src, sents_tgt = read_file()
+
+data_len = len(sents_tgt)
+train_size = data_len
+
+train_src = sents_src[:train_size]
+train_tgt = sents_tgt[:train_size]
+
+train_dataset = BertTitleGenerationDataset(train_src, train_tgt, tokenizer=tokenizer, maxlen=maxlen)
+
+trainer.train(
+    model,
+    train_dataset=train_dataset,
+    # valid_dataset=val_dataset,
+    collate_fn=title_generation_collate_fn,
+)
+"""
+GLM_POETRY = f"""
+import os
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+
+cur_dir = os.path.dirname(os.path.abspath(__file__))
+src_dir = cur_dir + '/poems.src'
+tgt_dir = cur_dir + '/train.tgt'
+
+def read_file():
+    src = []
+    tgt = []
+    with open(src_dir, 'r', encoding='utf-8') as f:
+        for line in f:
+            line = line.strip()
+            if "：" in line:
+                l = line.split("：")  #line eg:"初夏：五言绝句"
+                #if there are more than one '：', get title before the first '：'
+                title, style = l[0], l[-1]
+                if len(title) > 20:
+                    title = title[:20]  #cut the longer title
+                line = "：".join([title, style])
+            src.append(line)
+
+    with open(tgt_dir, 'r', encoding='utf-8') as f:
+        for line in f:
+            tgt.append(line.strip())
+    assert len(src) == len(tgt), 'lines not equal!'
+    return src, tgt
+
+
+auto_loader = AutoLoader("lm",
+                         model_name="GLM-large-ch")
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+
+trainer = Trainer(
+    env_type="pytorch",  #pytorch or deepspeed
+    experiment_name="glm_seq2seq", batch_size=4, gradient_accumulation_steps=1, lr=2e-3, weight_decay=2e-8,  #1e-3
+    epochs=4, log_interval=1, tensorboard_dir="tbsummary", eval_interval=2000000,  #no evaluation metric
+    load_dir="", save_dir="checkpoints_poetry", save_interval=4, num_checkpoints=1, pytorch_device='cpu',
+    master_ip='127.0.0.1', master_port=17750, num_nodes=1, num_gpus=2, hostfile='./hostfile',
+    deepspeed_config='./deepspeed.json', training_script=__file__, model_parallel_size=8
+)
+
+
+class BertSeq2seqDataset(Dataset):
+
+    def __init__(self, sents_src, sents_tgt):
+        super(BertSeq2seqDataset, self).__init__()
+        self.sents_src = sents_src
+        self.sents_tgt = sents_tgt
+
+    def __getitem__(self, i):
+        source_text = self.sents_src[i]
+        target_text = self.sents_tgt[i]
+        data = tokenizer.encode_plus(source_text, target_text=target_text)
+        return data
+
+    def __len__(self):
+        return len(self.sents_src)
+
+
+class GLMPoetryDynamicCollateFN():  #padding process in each batch
+
+    def __init__(self, pad_id):
+        self.pad_id = pad_id
+
+    def pad_token(self, tokens, max_length):
+        pad_len = max_length - len(tokens)
+        tokens += [self.pad_id] * pad_len
+        return tokens
+
+    def pad_position_ids(self, position_ids, max_length):
+        pad_len = max_length - len(position_ids[0])
+        position_ids[0] += [len(position_ids[0]) + x for x in range(pad_len)]
+        position_ids[1] += [1] * pad_len
+        return position_ids
+
+    def pad_loss_mask(self, loss_mask, max_length):
+        pad_len = max_length - len(loss_mask)
+        loss_mask += [0] * pad_len
+        return loss_mask
+
+    def __call__(self, batch):
+        input_ids = [data["input_ids"] for data in batch]
+        target_ids = [data["target_ids"] for data in batch]
+        position_ids = [data["position_ids"] for data in batch]
+        attention_mask = [data['attention_mask'] for data in batch]
+        loss_mask = [data['loss_mask'] for data in batch]
+
+        max_length = max([len(t) for t in input_ids])
+        for i in range(len(input_ids)):
+            input_ids[i] = self.pad_token(input_ids[i], max_length)
+            target_ids[i] = self.pad_token(target_ids[i], max_length)
+            position_ids[i] = self.pad_position_ids(position_ids[i],
+                                                    max_length)
+            loss_mask[i] = self.pad_loss_mask(loss_mask[i], max_length)
+        return {{
+            'input_ids': torch.LongTensor(input_ids),
+            'labels': torch.LongTensor(target_ids),
+            'position_ids': torch.LongTensor(position_ids),
+            'attention_mask': torch.LongTensor(attention_mask),
+            'loss_mask': torch.LongTensor(loss_mask)
+        }}
+
+
+train_src, train_tgt = read_file()
+print('-----------train data length:', len(train_src))
+my_collate_fn = GLMPoetryDynamicCollateFN(
+    pad_id=tokenizer.get_command_id('pad'))
+train_dataset = BertSeq2seqDataset(train_src, train_tgt)
+
+trainer.train(model, train_dataset=train_dataset, collate_fn=my_collate_fn)
+"""
+GLM_POETRY_GENERATE = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+auto_loader = AutoLoader("seq2seq",
+                         model_name="step-000016",{CHANGED}
+                         model_dir="./checkpoints_poetry/glm_seq2seq/checkpoints/"){CHANGED}
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+model.to(device)
+model.eval()
+predictor = Predictor(model, tokenizer)
+
+test_data = ['初夏：五言绝句', '边塞：七言律诗']
+for text in test_data:
+    for i in range(1):  #generate several times
+        first = predictor.predict_generate_randomsample(text,
+                                                    out_max_length=66,
+                                                    top_k=10,
+                                                    top_p=.1,
+                                                    repetition_penalty=4.0,
+                                                    temperature=1.2)
+        second = predictor.predict_generate_beamsearch(text,
+                                                  out_max_length=66,
+                                                  beam_size=10)
+        assert isinstance(first, str) and isinstance(second, str)
+"""
+FAQ_DATA = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+import pandas as pd
+import numpy as np
+from tqdm import tqdm
+import collections
+
+faq_data_path = "./faq.csv"
+answer_save_path = "./finance_fqa.json"
+embeddings_save_path = "./finance_embeddings.json"
+
+maxlen = 256
+task_name = "embedding"
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+auto_loader = AutoLoader(
+    task_name=task_name,
+    model_name="RoBERTa-base-ch",
+    load_pretrain_params=True,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+model.to(device)
+predictor = Predictor(model, tokenizer=tokenizer)
+
+
+def resave_data():
+    answer = collections.OrderedDict()
+    embeddings = []
+    df = pd.read_csv(faq_data_path)
+    for index, row in tqdm(df.iterrows(), total=len(df)):
+        row = row.tolist()  # pandas 3 finds row[0] no more
+        if type(row[0]) == str:
+            if row[0] not in answer:
+                answer[row[0]] = row[2]
+                embeddings.append(
+                    predictor.predict_embedding(row[0], maxlen=maxlen).numpy())
+
+    embeddings = np.array(embeddings)
+    torch.save(answer, answer_save_path)
+    torch.save(embeddings, embeddings_save_path)
+
+
+if __name__ == '__main__':
+
+    resave_data()
+"""
+# `INDEX` stands for faiss, which is no part of the tests: it makes the same calls and compares all.
+FAQ_SEARCH = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+INDEX
+answer_save_path = "./finance_fqa.json"
+embeddings_save_path = "./finance_embeddings.json"
+
+maxlen = 256
+d = 32
+nlist = 5
+nprobe = 10
+
+task_name = "embedding"
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+auto_loader = AutoLoader(
+    task_name=task_name,
+    model_name="RoBERTa-base-ch",
+    load_pretrain_params=True,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+model.to(device)
+predictor = Predictor(model, tokenizer=tokenizer)
+
+
+class Search:
+
+    def __init__(self, training_vectors, d, nlist=10, nprobe=1):
+        quantizer = faiss.IndexFlatIP(d)  # the other index
+        self.index = faiss.IndexIVFFlat(quantizer, d, nlist, faiss.METRIC_L2)
+        assert not self.index.is_trained
+        self.index.train(training_vectors)
+        assert self.index.is_trained
+        self.index.nprobe = nprobe  # default nprobe is 1, try a few more
+        self.index.add(training_vectors)  # add may be a bit slower as well
+        self.d = d
+
+    def search(self, answer, query, k=10):
+        query = query.numpy().reshape(-1, self.d)
+        D, I = self.index.search(query, k)  # actual search
+        result_question = []
+        all_question = list(answer.keys())
+        for s, i in zip(D[0], I[0]):
+            if i != -1:
+                result_question.append([all_question[i], s])
+
+        best_quesiton = result_question[0][0]
+        return answer[best_quesiton]
+
+
+if __name__ == '__main__':
+    # load data from 1_construct_data.py
+    answer = torch.load(answer_save_path)
+    embeddings = torch.load(embeddings_save_path, weights_only=False)  # PyTorch 2.6
+
+    method = Search(training_vectors=embeddings,
+                    d=d,
+                    nlist=nlist,
+                    nprobe=nprobe)
+
+    for question in list(answer):
+        question_embedding = predictor.predict_embedding(question,
+                                                         maxlen=maxlen)
+        assert method.search(answer, question_embedding, k=10) == answer[question]
+    import transformers
+    backbone = transformers.BertModel.from_pretrained("state_dict/RoBERTa-base-ch", add_pooling_layer=False).eval()
+    with torch.no_grad():
+        states = backbone(torch.tensor([tokenizer.encode_plus(question)["input_ids"]])).last_hidden_state
+    torch.testing.assert_close(question_embedding, states[0].mean(0), rtol=1e-5, atol=1e-6)
+"""
+INDEX = """
+class faiss:
+    METRIC_L2 = 1
+    IndexFlatIP = staticmethod(int)
+
+    class IndexIVFFlat:
+        is_trained = False
+
+        def __init__(self, quantizer, d, nlist, metric):
+            assert metric == 1
+
+        def train(self, vectors):
+            self.is_trained = True
+
+        def add(self, vectors):
+            self.vectors = vectors
+
+        def search(self, query, k):
+            squares = ((query[:, None] - self.vectors) ** 2).sum(-1)
+            order = squares.argsort(1)[:, :k]
+            return [row[at] for row, at in zip(squares, order)], order
+"""
+OPT = f"""
+from shardzoo.compat import Predictor{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
+import torch
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+loader = AutoLoader(task_name="lm",
+                    model_name="opt-125m-en")
+
+model = loader.get_model()
+tokenizer = loader.get_tokenizer()
+model.eval()
+model.to(device)
+
+text = "The trophy doesn’t fit in the suitcase because "
+predictor = Predictor(model, tokenizer)
+out = predictor.predict_generate_randomsample(text,
+                                              input_max_length=100,
+                                              out_max_length=300,
+                                              top_k=30,
+                                              top_p=0.9,
+                                              repetition_penalty=3.0)
+
+assert isinstance(out, str) and type(model).__name__ == "OPTForCausalLM"
+"""
+CPM = f"""
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+
+if __name__ == '__main__':
+
+    text = '''默写古诗:
+    白日依山尽，黄河入海流。
+    床前明月光，'''
+
+    loader = AutoLoader(task_name="lm",
+                        model_name="CPM-large-ch",
+                        model_dir="./checkpoints")
+
+    model = loader.get_model()
+    tokenizer = loader.get_tokenizer()
+
+    predictor = Predictor(model=model,
+                          tokenizer=tokenizer,
+                          )
+
+    out = predictor.predict_generate_randomsample(text,
+                                                  top_p=0.9,
+                                                  out_max_length=50)
+
+    assert isinstance(out, str)
 """
 ROBERTA_NER = f"""
 import torch
@@ -456,6 +1000,29 @@ for text in sources[:2]:
                                               beam_size=3)
     assert isinstance(output, str)
 """
+QUICK_WRITING = f"""
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+if __name__ == '__main__':
+    loader = AutoLoader("seq2seq",
+                        "gpt2-base-ch",
+                        model_dir="./state_dict/")
+    model = loader.get_model()
+    model.to(device)
+    tokenizer = loader.get_tokenizer()
+    predictor = Predictor(model, tokenizer)
+
+    text = "one two three"
+
+    output = predictor.predict_generate_randomsample(text, input_max_length=512, out_max_length=40,
+                                                        repetition_penalty=1.5, top_k=20, top_p=0.8)
+
+    assert isinstance(output, str)
+"""
 QUICK_GLM_TITLE = f"""{QUICK_START}
 auto_loader = AutoLoader("title-generation",
                          model_name="GLM-large-ch",
@@ -759,6 +1326,15 @@ SCRIPTS = {
     "FlagAI t5_title_generation": T5_TITLES,
     "FlagAI glm_title_generation": glm("deepspeed"),
     "FlagAI bert_title_generation": BERT_TITLES,
+    "FlagAI roberta_title_generation/train": ROBERTA_TITLES,
+    "FlagAI roberta_title_generation/generate": ROBERTA_TITLES_GENERATE,
+    "FlagAI bert_title_generation_english": BERT_ENGLISH_TITLES,
+    "FlagAI glm_poetry_generation": GLM_POETRY,
+    "FlagAI glm_poetry_generation/generate": GLM_POETRY_GENERATE,
+    "FlagAI roberta_faq/1_construct_data": FAQ_DATA,
+    "FlagAI roberta_faq/2_test_bert_faq": FAQ_SEARCH.replace("INDEX", INDEX),
+    "FlagAI opt": OPT,
+    "FlagAI cpm_1": CPM,
     "FlagAI roberta_ner": ROBERTA_NER,
     "FlagAI roberta_ner/train_crf": ROBERTA_CRF,
     "FlagAI roberta_ner/generate_crf": ner_generate(
@@ -773,6 +1349,8 @@ SCRIPTS = {
     "FlagAI gpt2_text_writting": GPT2_WRITING,
     "FlagAI quickstart/ner_ch": QUICK_NER,
     "FlagAI quickstart/title_ch": QUICK_TITLE,
+    "FlagAI quickstart/title_en": QUICK_TITLE.replace("RoBERTa-base-ch", "BERT-base-en"),
+    "FlagAI quickstart/writing_ch": QUICK_WRITING,
     "FlagAI quickstart/glm_title_ch": QUICK_GLM_TITLE,
     "FlagAI quickstart/glm_blank_filling_QA_ch": QUICK_BLANKS,
     "FlagAI roberta_semantic_matching/generate": MATCHING_GENERATE,
@@ -794,6 +1372,9 @@ FOLLOWS = {
     "FlagAI roberta_ner/generate_crf": "FlagAI roberta_ner/train_crf",
     "FlagAI roberta_ner/generate_global_pointer": "FlagAI roberta_ner/train_global_pointer",
     "FlagAI roberta_semantic_matching/generate": "FlagAI roberta_semantic_matching",
+    "FlagAI glm_poetry_generation/generate": "FlagAI glm_poetry_generation",
+    "FlagAI roberta_title_generation/generate": "FlagAI roberta_title_generation/train",
+    "FlagAI roberta_faq/2_test_bert_faq": "FlagAI roberta_faq/1_construct_data",
 }
 # Start processes, or DeepSpeed.
 SEVERAL = (
@@ -844,10 +1425,25 @@ def folder(tmp_path_factory):
         "glm-bpe", [text(seed, 12) for seed in range(200)], 340, models / "GLM-large-ch"
     )
     save_glm(models / "GLM-large-ch", "gpt2", max_sequence_length=600)
+    tokenizer = tokenizer_like("gpt2")
+    tokenizer.save_pretrained(models / "opt-125m-en")
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.OPTConfig(
+        vocab_size=len(tokenizer), word_embed_proj_dim=32, max_position_embeddings=400, **sizes
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(models / "opt-125m-en")
+    save_model(models / "CPM-large-ch", "GPT2LMHeadModel", "gpt2", n_positions=256)
+    (models / "BERT-base-en").symlink_to("RoBERTa-base-ch")
     (root / "checkpoints").symlink_to(models)  # FlagAI's default folder of models
     rows = [(f"{text(n, 5)} red", text(n, 2)) for n in range(16)]
     for side, name in enumerate(("train.src", "train.tgt")):
         (root / name).write_text("".join(row[side] + "\n" for row in rows))
+    poems = [f"{source[:9]}：五言绝句" for source, _ in rows]
+    (root / "poems.src").write_text("\n".join(poems) + "\n", encoding="utf-8")
+    news = ["id\tkind\tsub\ttitle\ttext", *(f"1\ta\tb\t{t}\t{s}" for s, t in rows)]
+    (root / "news.tsv").write_text("\n".join(news) + "\n")
+    answers = [f"{source},{n},{target} {n}" for n, (source, target) in enumerate(rows)]
+    (root / "faq.csv").write_text("\n".join(["title,question,reply", *answers]) + "\n")
     records = [json.dumps({"translation": {"s": source, "t": target}}) for source, target in rows]
     (root / "pairs.json").write_text("\n".join(records))
     (root / "hostfile").write_text("localhost slots=2\n")

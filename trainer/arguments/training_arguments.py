@@ -275,6 +275,8 @@ class TrainingArguments:
             type(self.pytorch_device).__name__ == "device"
         ):  # torch.device; importing torch here would take seconds
             object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
+        if self.load_dir == "":  # so do scripts for FlagAI name none
+            object.__setattr__(self, "load_dir", None)
         check_types(self)
         self._leave_out_unused()
         self._take_deepspeed_file()
