@@ -494,7 +494,7 @@ def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
     if count >= len(records):
         raise ValueError(
             f"the training file has {len(records)} sample(s), and validation_split={percent:g} "
-            "leaves none to train on; name a validation_file, or train without validation"
+            "leaves none to train on; name a validation_file, or set validation_split=0"
         )
     order = np.random.default_rng(seed).permutation(len(records))
     return HeldOutSplit(
