@@ -2,10 +2,10 @@
 FlashAttention-2 (Dao 2023).
 
     forward         a program computes a block of queries, walking over the keys with an online softmax
-    query_gradient  the same order: the gradient of q, and what the next kernels need of a query (delta, dropout's key)
+    query_gradient  the same order: the gradient of q, and what the next kernel needs of a query (delta, dropout's key);
+                    with a bias also the sums of each tile's diagonals, over some of the block's rows
+    add_bias_sums   adds these over rows, blocks and samples: the gradient of the bias
     key_gradient    a program computes the gradients of a block of keys, walking over the queries
-    bias_gradient   a program walks along a diagonal of tiles. An element of these tiles always has the same distance,
-                    so the tiles are added element by element, and only their sum is folded into diagonals
 
 Nothing is added atomically, so results are reproducible. Tiles that no query sees are not computed,
 and the rules about positions are applied only in tiles that they cut. Exponentials have base 2, as
@@ -26,22 +26,29 @@ from triton.runtime import driver
 from ..device import is_for_amd
 from ..dropout_mask import dropout_threshold
 from ..registration import contiguous
-from .common import ceil_div, is_kept, next_power_of_2, row_key
+from .common import ceil_div, is_kept_by, mixed_key, next_power_of_2, row_key
 from .launching import describe, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The programs of `bias_gradient`, if there are enough samples to share out.
-PROGRAMS = 512
+# The sums of diagonals that programs of `query_gradient` leave at a time: so many bytes, or of so many programs.
+BYTES_OF_BIAS_SUMS = 1 << 26
+LEAST_PROGRAMS = 512
+# What a program of `add_bias_sums` adds at a time: so many rows of so many distances.
+ROWS_AT_ONCE = 16
+DISTANCES_AT_ONCE = 128
 
 
 class TileShape(NamedTuple):
-    """The queries and keys of a tile, the warps of a program, and how many tiles are loaded ahead."""
+    """The queries and keys of a tile, the warps of a program, how many tiles are loaded ahead, and the most registers
+    of a thread, 0 for as many as there are.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 class CallSizes(NamedTuple):
@@ -54,6 +61,16 @@ class CallSizes(NamedTuple):
     queries_per_kv: int
     queries: int
     keys: int
+
+
+class BiasSums(NamedTuple):
+    """Holds the sums over rows of what the bias's gradient consists of, [programs, GROUPS, stride] in fp32, of the
+    programs from `first_program` on; without a bias, there are none.
+    """
+
+    sums: torch.Tensor | None
+    stride: int
+    first_program: int
 
 
 class KernelRules(NamedTuple):
@@ -208,12 +225,12 @@ def visible_end(row, b, limit, sizes, rules, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def block_of_head(rows, heads, ROWS: tl.constexpr):
-    """Returns the first row of the program's block, its sample and its head."""
+def block_of_head(program, rows, heads, ROWS: tl.constexpr):
+    """Returns the first row of a program's block, its sample and its head."""
     blocks = tl.cdiv(rows, ROWS)
     # With the causal rule, the last blocks have the most keys; these programs start first.
-    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
-    return first, tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
+    first = (blocks - 1 - program % blocks) * ROWS
+    return first, program // blocks // heads, program // blocks % heads
 
 
 @triton.jit
@@ -265,19 +282,40 @@ def slope_of_cap(scores, rules):
 
 
 @triton.jit
+def bias_of_block(first_diagonal, n, rules, A: tl.constexpr, B: tl.constexpr):
+    """Returns where the diagonals of a block's tiles [A, B] are read, and their distances, for the tile whose own place
+    is 0; `first_diagonal` is the first of these distances.
+
+    What does not change from tile to tile is computed here, before the loops. If a compiler moved it out of them, the
+    loop's sums would be set on a way around the loop, and every instruction of wgmma would wait for the one before.
+    """
+    if rules.bias is None:
+        block_bias = None
+    else:
+        LENGTH: tl.constexpr = (
+            2 * A if A > B else 2 * B
+        )  # a power of 2 that holds A + B - 1 diagonals
+        distance = first_diagonal + tl.arange(0, LENGTH)
+        head_bias = rules.bias + tl.cast(n, tl.int64) * rules.bias_stride + rules.bias_center
+        block_bias = (head_bias + distance, distance)
+    return block_bias
+
+
+@triton.jit
 def bias_of_tile(
-    first_row, first_column, n, sizes, rules, A: tl.constexpr, B: tl.constexpr, KEYS_FIRST: tl.constexpr
-):  # fmt: skip
-    """Returns the bias of a tile [A, B] of queries and keys, or of keys and queries with KEYS_FIRST.
+    block_bias, shift, sizes, A: tl.constexpr, B: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """Returns log2(e) times the bias of a tile [A, B] of queries and keys, or of keys and queries with KEYS_FIRST.
+
+    Its distances are those of the block's tile at 0 plus `shift`.
 
     A tile has as many different numbers as diagonals, so these alone are read, and each element takes its own.
     """
     ROWS: tl.constexpr = B if KEYS_FIRST else A
-    LENGTH: tl.constexpr = 2 * A if A > B else 2 * B  # a power of 2 that holds A + B - 1 diagonals
-    distance = first_column - first_row - (ROWS - 1) + tl.arange(0, LENGTH)
+    at, distance = block_bias
+    distance += shift
     inside = (distance > -sizes.queries) & (distance < sizes.keys)
-    head_bias = rules.bias + tl.cast(n, tl.int64) * rules.bias_stride + rules.bias_center
-    diagonals = tl.load(head_bias + distance, mask=inside, other=0.0).to(tl.float32)
+    diagonals = tl.load(at + shift, mask=inside, other=0.0).to(tl.float32) * LOG2_E
     if KEYS_FIRST:
         diagonal = tl.arange(0, A)[:, None] - tl.arange(0, B)[None, :] + (ROWS - 1)
     else:
@@ -286,22 +324,17 @@ def bias_of_tile(
 
 
 @triton.jit
-def apply_rules(
-    scores, row, column, end, first_row, first_column, b, n, sizes, rules, CUT: tl.constexpr
-):
+def apply_rules(scores, row, column, end, block_bias, shift, b, n, sizes, rules, CUT: tl.constexpr):
     """Returns z of a tile from its scores, -inf at hidden keys.
 
-    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile, whose first query and key
-    are `first_row` and `first_column`. Without CUT, the queries see all of its keys that the mask allows.
+    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile, whose bias is `block_bias`
+    at `shift`. Without CUT, the queries see all of its keys that the mask allows.
     """
     z = scores
     visible = column < end
     if rules.bias is not None:
         keys_first: tl.constexpr = row.shape[0] == 1
-        bias = bias_of_tile(
-            first_row, first_column, n, sizes, rules, scores.shape[0], scores.shape[1], keys_first
-        )
-        z += bias * LOG2_E
+        z += bias_of_tile(block_bias, shift, sizes, scores.shape[0], scores.shape[1], keys_first)
     if rules.mask is not None:
         head_mask = head_start(rules.mask, rules.mask_strides, None, b, n)
         row = tl.minimum(row, sizes.queries - 1)
@@ -317,15 +350,26 @@ def apply_rules(
 
 @triton.jit
 def keys_of_rows(row, b, n, rules):
-    """Returns the dropout keys of a head's queries."""
+    """Returns the dropout keys of a head's queries, as `is_kept_by` takes them."""
     head = tl.cast(n, tl.int64) + rules.first_head
-    return row_key(tl.load(rules.sample_keys + b), (head << 32) + rules.first_row + row)
+    key = row_key(tl.load(rules.sample_keys + b), (head << 32) + rules.first_row + row)
+    return mixed_key(key)
+
+
+@triton.jit
+def drop(keep, p, rules):
+    """Returns p where it is kept, else 0.
+
+    The 0 is computed: a compiler that knew it would round p first, and select among numbers of 16 bits, which takes
+    twice as many instructions.
+    """
+    return tl.where(keep, p, rules.keep_scale * 0.0)
 
 
 @triton.jit
 def attend(
-    state, q, k_ptr, v_ptr, strides, start, stop, first, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT:
-    tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    state, q, k_ptr, v_ptr, strides, start, stop, block_bias, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr,
+    CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [start, stop) to an online softmax: the largest z, the sum of exponentials, and
     that of p·v.
@@ -337,14 +381,14 @@ def attend(
         k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         products = product(q, tl.trans(k), None, PRECISION)
         scores = scaled_scores(products, rules)
-        z = apply_rules(scores, row[:, None], column, end, first, j, b, n, sizes, rules, CUT)
+        z = apply_rules(scores, row[:, None], column, end, block_bias, j, b, n, sizes, rules, CUT)
         higher = tl.maximum(top, tl.max(z, axis=1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(z - shift[:, None])
         rescale = tl.exp2(top - shift)
         total = total * rescale + tl.sum(p, axis=1)
         if row_keys is not None:
-            p = tl.where(is_kept(row_keys[:, None], column, rules.threshold), p, 0.0)
+            p = drop(is_kept_by(row_keys[:, None], column, rules.threshold), p, rules)
         v = load_rows(v_ptr, strides[2][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         out = product(p.to(v.dtype), v, out * rescale[:, None], PRECISION)
         top = higher
@@ -356,10 +400,11 @@ def forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, strides, sizes, rules, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    first, b, n = block_of_head(tl.program_id(0), sizes.queries, sizes.heads, ROWS)
     sizes = sizes_of_sample(b, sizes, rules)
     row = first + tl.arange(0, ROWS)
     row_keys = None if rules.sample_keys is None else keys_of_rows(row, b, n, rules)
+    block_bias = bias_of_block(1 - ROWS - first, n, rules, ROWS, COLUMNS)
     q = load_rows(
         head_start(q_ptr, strides[0], rules.query_starts, b, n),
         strides[0][2],
@@ -378,12 +423,12 @@ def forward(
         tl.zeros([ROWS, D], tl.float32),
     )
     state = attend(
-        state, q, k_ptr, v_ptr, strides, 0, cut, first, row, row_keys, b, n, sizes, rules, CAUSAL, False, PRECISION,
-        WIDTH, D, COLUMNS,
+        state, q, k_ptr, v_ptr, strides, 0, cut, block_bias, row, row_keys, b, n, sizes, rules, CAUSAL, False,
+        PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
     top, total, out = attend(
-        state, q, k_ptr, v_ptr, strides, cut, stop, first, row, row_keys, b, n, sizes, rules, CAUSAL, True, PRECISION,
-        WIDTH, D, COLUMNS,
+        state, q, k_ptr, v_ptr, strides, cut, stop, block_bias, row, row_keys, b, n, sizes, rules, CAUSAL, True,
+        PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
     empty = total == 0.0
     out *= tl.where(empty, 0.0, rules.keep_scale / tl.where(empty, 1.0, total))[:, None]
@@ -396,11 +441,11 @@ def forward(
 
 @triton.jit
 def tile_gradient(
-    left, right, left_grad, right_grad, row, column, end, first_row, first_column, lse, delta, row_keys, b, n, sizes,
-    rules, CUT: tl.constexpr, PRECISION: tl.constexpr, OF_PRODUCTS: tl.constexpr,
+    left, right, left_grad, right_grad, row, column, end, block_bias, shift, lse, delta, row_keys, b, n, sizes, rules,
+    CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its z but for log2(e), or
-    with OF_PRODUCTS that of its products of q and k, but for the scale.
+    """Returns a tile's probabilities, with dropout but for its factor, the gradient of its z but for log2(e), which is
+    that of the bias, and the gradient of its products of q and k, but for the scale.
 
     The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad`
     and `right_grad` (the gradient of the output and v, or the reverse), the gradients of the
@@ -408,19 +453,20 @@ def tile_gradient(
     """
     products = product(left, tl.trans(right), None, PRECISION)
     scores = scaled_scores(products, rules)
-    z = apply_rules(scores, row, column, end, first_row, first_column, b, n, sizes, rules, CUT)
+    z = apply_rules(scores, row, column, end, block_bias, shift, b, n, sizes, rules, CUT)
     p = tl.exp2(z - lse)
     grad = product(left_grad, tl.trans(right_grad), None, PRECISION)
     weights = p
     if row_keys is not None:
-        keep = is_kept(row_keys, column, rules.threshold)
-        weights = tl.where(keep, p, 0.0)
-        grad = tl.where(keep, grad * rules.keep_scale, 0.0)
-    grad_z = p * (grad - delta)
-    if OF_PRODUCTS:  # noqa: SIM102 - Triton decides each at compile time
-        if rules.softcap is not None:
-            grad_z *= slope_of_cap(scores, rules)
-    return weights, grad_z
+        keep = is_kept_by(row_keys, column, rules.threshold)
+        weights = drop(keep, p, rules)
+        grad_z = p * tl.where(keep, grad * rules.keep_scale - delta, -delta)
+    else:
+        grad_z = p * (grad - delta)
+    grad_products = grad_z
+    if rules.softcap is not None:
+        grad_products = grad_z * slope_of_cap(scores, rules)
+    return weights, grad_z, grad_products
 
 
 @triton.jit
@@ -434,31 +480,94 @@ def load_lse(lse_ptr, at, inside):
 
 
 @triton.jit
+def sum_diagonals(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the sums of a tile's diagonals, a square of COLUMNS rows at a time, of every GROUPS-th row:
+    two tensors [squares, GROUPS, COLUMNS], the diagonals from the main one on, and those below it, from the lower left
+    corner on, after a 0.
+
+    Each row is rotated by its number, so that a column of a square holds one diagonal from the main one on, and the one
+    COLUMNS below it. A warp has all columns of its rows, and no other warp has rows of its group, so nothing but the
+    rotation crosses lanes.
+    """
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    rotated = tl.gather(tile, (column + row) % COLUMNS, axis=1)
+    from_main = column + row % COLUMNS < COLUMNS
+    shape: tl.constexpr = [ROWS // COLUMNS, COLUMNS // GROUPS, GROUPS, COLUMNS]
+    upper = tl.sum(tl.reshape(tl.where(from_main, rotated, 0.0), shape), axis=1)
+    lower = tl.sum(tl.reshape(tl.where(from_main, 0.0, rotated), shape), axis=1)
+    return upper, lower
+
+
+@triton.jit
+def take(x, index, i):
+    """Returns x[i] of x [I, A, B]; `index` counts its first dimension. A thread that has all of it computes nothing."""
+    bits = tl.where(index == i, x.to(tl.int32, bitcast=True), 0)
+    return tl.xor_sum(bits, axis=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_diagonals(
+    waiting, tile, sums_ptr, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Adds the diagonals of a tile, stores those that no later tile has, and returns those that wait for one.
+
+    A square shares its diagonals with the squares of the row of squares below it, of the next tile of keys. So the sums
+    move down a row of squares from tile to tile.
+    """
+    SQUARES: tl.constexpr = ROWS // COLUMNS
+    tl.static_assert(ROWS % COLUMNS == 0, "a tile for a bias consists of squares below one another")
+    upper, lower = sum_diagonals(tile, ROWS, COLUMNS, GROUPS)
+    square = tl.arange(0, SQUARES)[:, None, None]
+    waiting += lower
+    store_sums(sums_ptr, stride, take(waiting, square, SQUARES - 1), COLUMNS, GROUPS)
+    moved = tl.zeros([SQUARES, GROUPS, COLUMNS], tl.float32)
+    for i in tl.static_range(1, SQUARES):
+        moved = tl.where(square == i, take(waiting, square, i - 1)[None, :, :], moved)
+    return moved + upper
+
+
+@triton.jit
+def store_sums(sums_ptr, stride, sums, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    at = tl.arange(0, GROUPS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
+    tl.store(sums_ptr + at, sums)
+
+
+@triton.jit
 def add_query_gradient(
-    grad_q, q, grad, k_ptr, v_ptr, strides, start, stop, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL:
-    tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS:
-    tl.constexpr,
+    sums, q, grad, k_ptr, v_ptr, bias_sums_ptr, bias_sums_stride, strides, start, stop, block_bias, row, lse, delta,
+    row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys [start, stop) contribute to the gradient of a block of queries."""
+    """Adds what the keys [start, stop) contribute to the gradients of a block of queries, and of the bias."""
+    grad_q, waiting = sums
     end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)
     for j in tl.range(start, stop, COLUMNS):
         column = j + tl.arange(0, COLUMNS)[None, :]
         k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         v = load_rows(v_ptr, strides[2][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
-        _, grad_z = tile_gradient(
-            q, k, grad, v, row, column, end, first, j, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION, True
+        _, grad_z, grad_products = tile_gradient(
+            q, k, grad, v, row, column, end, block_bias, j, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
         )  # fmt: skip
-        grad_q = product(grad_z.to(k.dtype), k, grad_q, PRECISION)
-    return grad_q
+        grad_q = product(grad_products.to(k.dtype), k, grad_q, PRECISION)
+        if bias_sums_ptr is not None:
+            waiting = add_diagonals(
+                waiting, grad_z, bias_sums_ptr + j, bias_sums_stride, ROWS, COLUMNS, GROUPS
+            )
+    return grad_q, waiting
 
 
 @triton.jit
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, lse_ptr, delta_ptr, row_keys_ptr, grad_q_ptr, strides, sizes, rules,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, lse_ptr, delta_ptr, row_keys_ptr, grad_q_ptr, bias_sums, strides, sizes,
+    rules, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    """Computes the gradient of a block of queries and, with a bias, of each distance from -first - ROWS on the sums
+    over GROUPS-th rows, in rows of `bias_sums`.
+    """
+    program = tl.program_id(0) + bias_sums.first_program
+    first, b, n = block_of_head(program, sizes.queries, sizes.heads, ROWS)
     sizes = sizes_of_sample(b, sizes, rules)
     row = first + tl.arange(0, ROWS)
     at = statistics_start(b, n, sizes, rules)
@@ -505,16 +614,29 @@ def query_gradient(
     k_ptr = head_start(k_ptr, strides[1], rules.key_starts, b, n // sizes.queries_per_kv)
     v_ptr = head_start(v_ptr, strides[2], rules.key_starts, b, n // sizes.queries_per_kv)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
-    grad_q = tl.zeros([ROWS, D], tl.float32)
+    block_bias = bias_of_block(1 - ROWS - first, n, rules, ROWS, COLUMNS)
+    if bias_sums.sums is None:
+        waiting = tl.zeros([1], tl.float32)
+        sums_ptr = None
+    else:
+        waiting = tl.zeros([ROWS // COLUMNS, GROUPS, COLUMNS], tl.float32)
+        sums_ptr = bias_sums.sums + tl.program_id(0).to(tl.int64) * GROUPS * bias_sums.stride
+    sums = (tl.zeros([ROWS, D], tl.float32), waiting)
     row = row[:, None]
-    grad_q = add_query_gradient(
-        grad_q, q, grad, k_ptr, v_ptr, strides, 0, cut, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL,
-        False, PRECISION, WIDTH, D, COLUMNS,
+    sums = add_query_gradient(
+        sums, q, grad, k_ptr, v_ptr, sums_ptr, bias_sums.stride, strides, 0, cut, block_bias, row, lse, delta, row_keys,
+        b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS, COLUMNS, GROUPS,
     )  # fmt: skip
-    grad_q = add_query_gradient(
-        grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL,
-        True, PRECISION, WIDTH, D, COLUMNS,
+    grad_q, waiting = add_query_gradient(
+        sums, q, grad, k_ptr, v_ptr, sums_ptr, bias_sums.stride, strides, cut, stop, block_bias, row, lse, delta,
+        row_keys, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS, COLUMNS, GROUPS,
     )  # fmt: skip
+    if sums_ptr is not None:
+        sums_ptr += tl.cdiv(tl.maximum(stop, 0), COLUMNS) * COLUMNS
+        square = tl.arange(0, ROWS // COLUMNS)[:, None, None]
+        for i in tl.static_range(ROWS // COLUMNS):
+            last = take(waiting, square, ROWS // COLUMNS - 1 - i)
+            store_sums(sums_ptr + i * COLUMNS, bias_sums.stride, last, COLUMNS, GROUPS)
     place = first_place(rules.query_starts, b, sizes.queries)
     grad_q_ptr += (place * sizes.heads + n) * WIDTH
     store_rows(
@@ -524,8 +646,8 @@ def query_gradient(
 
 @triton.jit
 def add_key_gradients(
-    sums, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, start, stop, first, column, limit, b, n,
-    sizes, rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D:
+    sums, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, start, stop, block_bias, column, limit, b,
+    n, sizes, rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D:
     tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries [start, stop) of a head contribute to the gradients of a block of keys."""
@@ -541,11 +663,11 @@ def add_key_gradients(
         else:
             row_keys = tl.load(row_keys_ptr + row, mask=row < sizes.queries, other=0)
         end = visible_end(row, b, limit, sizes, rules, CAUSAL)
-        weights, grad_z = tile_gradient(
-            k, q, v, grad, row, column, end, i, first, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION, True
+        weights, _, grad_products = tile_gradient(
+            k, q, v, grad, row, column, end, block_bias, -i, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
         )  # fmt: skip
         grad_v = product(weights.to(grad.dtype), grad, grad_v, PRECISION)
-        grad_k = product(grad_z.to(q.dtype), q, grad_k, PRECISION)
+        grad_k = product(grad_products.to(q.dtype), q, grad_k, PRECISION)
     return grad_k, grad_v
 
 
@@ -613,13 +735,14 @@ def key_gradient(
         q_head = head_start(q_ptr, strides[0], rules.query_starts, b, n)
         grad_head = head_start(grad_ptr, strides[3], rules.query_starts, b, n)
         keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
+        block_bias = bias_of_block(first - (ROWS - 1), n, rules, COLUMNS, ROWS)
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
-            first, column, limit, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS,
+            block_bias, column, limit, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, whole,
-            sizes.queries, first, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
+            sizes.queries, block_bias, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
     grad_k, grad_v = sums
     at = (first_place(rules.key_starts, b, sizes.keys) * groups + group) * WIDTH
@@ -631,128 +754,32 @@ def key_gradient(
 
 
 @triton.jit
-def tiles_of_diagonal(offset, b, sizes, rules, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """Returns the first tile row of a diagonal of tiles, and the last that holds a visible key,
-    plus 1.
-    """
-    limit = key_limit(b, sizes, rules)
-    if CAUSAL:
-        seen = tl.cast(0, tl.int32)
-        if rules.prefix is not None:
-            seen = tl.load(rules.prefix + b).to(tl.int32)
-        reached = (
-            offset * T < T + sizes.keys - sizes.queries
-        )  # the last query of a tile sees its first key
-        limit = tl.where(reached, limit, tl.minimum(limit, seen))
-    rows = tl.cdiv(sizes.queries, T)
-    return tl.maximum(-offset, 0), tl.minimum(rows, tl.cdiv(tl.maximum(limit, 0), T) - offset)
-
-
-@triton.jit
-def fold(tile, T: tl.constexpr):
-    """Returns the sums of the diagonals of a tile [T, T], from the lower left corner on, and a 0:
-    [2 T].
-    """
-    row = tl.arange(0, T)[:, None]
-    diagonal = tl.arange(0, 2 * T)[None, :]
-    column = diagonal + row - (T - 1)
-    inside = (column >= 0) & (column < T)
-    return tl.sum(
-        tl.where(inside, tl.gather(tile, tl.where(inside, column, 0), axis=1), 0.0), axis=0
-    )
-
-
-@triton.jit
-def diagonal_tile(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, i, j, b, n, sizes, rules,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+def add_bias_sums(
+    grad_ptr, bias_sums, programs, batch, sizes, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of the scores of the queries from i and the keys from j, [T, T]."""
-    row = i + tl.arange(0, T)[:, None]
-    column = j + tl.arange(0, T)[None, :]
-    q = load_rows(
-        head_start(q_ptr, strides[0], rules.query_starts, b, n),
-        strides[0][2],
-        i,
-        sizes.queries,
-        WIDTH,
-        T,
-        D,
-    )
-    grad = load_rows(
-        head_start(grad_ptr, strides[3], rules.query_starts, b, n),
-        strides[3][2],
-        i,
-        sizes.queries,
-        WIDTH,
-        T,
-        D,
-    )
-    k = load_rows(
-        head_start(k_ptr, strides[1], rules.key_starts, b, n // sizes.queries_per_kv),
-        strides[1][2],
-        j,
-        sizes.keys,
-        WIDTH,
-        T,
-        D,
-    )
-    v = load_rows(
-        head_start(v_ptr, strides[2], rules.key_starts, b, n // sizes.queries_per_kv),
-        strides[2][2],
-        j,
-        sizes.keys,
-        WIDTH,
-        T,
-        D,
-    )
-    at = statistics_start(b, n, sizes, rules) + row
-    lse = load_lse(lse_ptr, at, row < sizes.queries)
-    delta = tl.load(delta_ptr + at, mask=row < sizes.queries, other=0.0)
-    if row_keys_ptr is None:
-        row_keys = None
-    else:
-        row_keys = tl.load(row_keys_ptr + at, mask=row < sizes.queries, other=0)
-    end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)
-    _, grad_z = tile_gradient(
-        q, k, grad, v, row, column, end, i, j, lse, delta, row_keys, b, n, sizes, rules, True, PRECISION, False
-    )  # fmt: skip
-    return grad_z
-
-
-@triton.jit
-def bias_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, partial_ptr, batch, share, strides, sizes, rules,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums a head's diagonal of tiles over the `share` samples of a part; tiles are square, so
-    COLUMNS is ROWS.
+    """Adds the sums that `programs` programs of `query_gradient` have left to the gradient of the bias [heads,
+    distances], AT_ONCE rows at a time, in an order that depends on the lengths of the sequences alone.
     """
-    rows = tl.cdiv(sizes.queries, ROWS)
-    diagonals = rows + tl.cdiv(sizes.keys, COLUMNS) - 1
-    offset = tl.program_id(0) % diagonals - (rows - 1)
-    n = tl.program_id(0) // diagonals % sizes.heads
-    part = tl.program_id(0) // diagonals // sizes.heads
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for b in range(part * share, tl.minimum((part + 1) * share, batch)):
-        own_sizes = sizes_of_sample(b, sizes, rules)
-        start, stop = tiles_of_diagonal(offset, b, own_sizes, rules, CAUSAL, ROWS)
-        for m in tl.range(start, stop):
-            total += diagonal_tile(
-                q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, m * ROWS, (m + offset) * ROWS,
-                b, n, own_sizes, rules, CAUSAL, PRECISION, WIDTH, D, ROWS,
-            )  # fmt: skip
-    diagonal = tl.arange(0, 2 * ROWS)
-    distance = offset * ROWS + sizes.queries - ROWS + diagonal
     distances = sizes.queries + sizes.keys - 1
-    # Neighboring diagonals of tiles have distances in common, so every other one has sums of its
-    # own.
-    at = (
-        (tl.cast(part, tl.int64) * 2 + (offset + rows) % 2) * sizes.heads + n
-    ) * distances + distance
-    inside = (distance >= 0) & (distance < distances) & (diagonal < 2 * ROWS - 1)
-    tl.store(partial_ptr + at, fold(total, ROWS), mask=inside)
+    n = tl.program_id(0) % sizes.heads
+    place = tl.program_id(0) // sizes.heads * BLOCK + tl.arange(0, BLOCK)
+    grad_at = grad_ptr + tl.cast(n, tl.int64) * distances + place
+    grad = tl.load(grad_at, mask=place < distances, other=0.0)
+    blocks = tl.cdiv(sizes.queries, ROWS)
+    for b in range(batch):
+        first_program = (b * sizes.heads + n) * blocks - bias_sums.first_program
+        for start in range(0, blocks * GROUPS, AT_ONCE):
+            row = start + tl.arange(0, AT_ONCE)[:, None]
+            block = row // GROUPS
+            program = first_program + block
+            # A block of queries that begins at `first` has the distances from -first - ROWS on.
+            at = place[None, :] - (sizes.queries - 1) + (blocks - block) * ROWS
+            inside = (block < blocks) & (program >= 0) & (program < programs)
+            inside &= (at >= 0) & (at < bias_sums.stride)
+            at += (program * GROUPS + row % GROUPS).to(tl.int64) * bias_sums.stride
+            grad += tl.sum(tl.load(bias_sums.sums + at, mask=inside, other=0.0), axis=0)
+    tl.store(grad_at, grad, mask=place < distances)
 
 
 # Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors
@@ -779,58 +806,60 @@ TILES = {
         512: TileShape(32, 32, 8, 1),
         1024: SMALL,
     },
-    "bias_gradient": {
-        128: TileShape(32, 32, 8, 2),
-        256: TileShape(32, 32, 8, 1),
-        512: TileShape(16, 16, 8, 1),
-        1024: SMALL,
-    },
 }
 # Where they differ on sm_90 and later. With 64 keys or more, products are the instructions of a whole
 # group of warps (wgmma); with two stages, queries are copied while others are multiplied. On sm_80
-# these tiles would spill.
+# these tiles would spill. With 128 registers a multiprocessor has two programs, so that one computes
+# exponentials and hashes while the other waits; without a limit, dropout takes more.
 HOPPER_TILES = {
-    "forward": {256: TileShape(128, 64, 8, 2)},
+    "forward": {128: TileShape(128, 64, 8, 2, 128), 256: TileShape(128, 64, 8, 2)},
     "query_gradient": {256: TileShape(128, 64, 8, 2)},
     "key_gradient": {128: TileShape(32, 128, 8, 2), 256: TileShape(16, 128, 8, 2)},
 }
+# The gradient of q with a bias, whose own gradient takes registers. A warp rotates a row of up to 32
+# keys in one step.
+HOPPER_BIAS_TILE = TileShape(128, 32, 8, 2)
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
     "forward": {512: TileShape(64, 32, 8, 1)},
     "key_gradient": {512: TileShape(32, 32, 8, 2)},
-    "bias_gradient": {512: TileShape(16, 16, 8, 2)},
 }
 # The same for AMD's GPUs, whose warps have 64 lanes: a group of 4 has 512 registers in each.
 AMD_TILES = {
     "forward": {128: TileShape(128, 64, 4, 1)},
     "query_gradient": {256: TileShape(64, 32, 4, 1)},
     "key_gradient": {256: TileShape(32, 64, 4, 1), 512: TileShape(32, 32, 4, 1)},
-    "bias_gradient": {512: SMALL},
 }
 
 
-def choose_tile(kernel, q: torch.Tensor, *, is_varlen: bool = False) -> TileShape:
+def choose_tile(kernel, q: torch.Tensor, rules: KernelRules) -> TileShape:
     """Returns the tile of a kernel for heads like those of q.
 
-    Where samples begin takes registers, which the large tiles of heads of 128 do not leave.
+    Where samples begin takes registers, which the large tiles of heads of 128 do not leave, and so does a mask.
     """
-    return _choose_tile(
-        kernel.__name__, q.shape[3], q.itemsize, is_varlen, q.device, _precision(q.device)
-    )
+    tile = _choose_tile(
+        kernel.__name__, q.shape[3], q.itemsize, rules.query_starts is not None, rules.bias is not None, q.device,
+        _precision(q.device),
+    )  # fmt: skip
+    if tile.registers and rules.mask is not None:
+        tile = tile._replace(registers=0)
+    return tile
 
 
 @functools.cache
 def _choose_tile(
-    kernel: str, width: int, itemsize: int, is_varlen: bool, device: torch.device, precision: str
-) -> TileShape:
+    kernel: str, width: int, itemsize: int, is_varlen: bool, has_bias: bool, device: torch.device, precision: str
+) -> TileShape:  # fmt: skip
     """Answers `choose_tile` once: to look for the target and to hash a kernel takes microseconds."""
     bytes_of_row = next_power_of_2(width) * itemsize
     size = max(bytes_of_row, 128) if itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
     tables = {} if precision == "interpreted" else _special_tiles(itemsize)
-    lacks_registers = is_varlen and size == 256 and kernel != "key_gradient"
-    if tables is HOPPER_TILES and lacks_registers:
-        tables = {}
+    if tables is HOPPER_TILES and size == 256 and kernel != "key_gradient":
+        if kernel == "query_gradient" and has_bias:
+            return HOPPER_BIAS_TILE
+        if is_varlen:
+            tables = {}
     return tables.get(kernel, {}).get(size) or TILES[kernel][size]
 
 
@@ -859,7 +888,7 @@ def _describe_call(strided, others, sizes, rules, causal):
     return Call(inputs, strides, sizes, rules, causal, description)
 
 
-def _launch(kernel, tile, programs, call, inputs, outputs, *numbers):
+def _launch(kernel, tile, programs, call, inputs, outputs, bias_sums=None, **constants):
     """Runs a kernel on inputs of a call, and on outputs in row-major order."""
     width = inputs[0].shape[3]
     constants = {
@@ -869,12 +898,15 @@ def _launch(kernel, tile, programs, call, inputs, outputs, *numbers):
         "D": max(next_power_of_2(width), 16),
         "ROWS": tile.queries,
         "COLUMNS": tile.keys,
+        **constants,
     }
-    arguments = (*inputs, *outputs, *numbers, call.strides, call.sizes, call.rules)
-    description = (call.description, *describe(outputs), *numbers)
-    launch(
-        kernel, programs, arguments, constants, description, num_warps=tile.warps, num_stages=tile.stages
-    )  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
+    extra = () if bias_sums is None else (bias_sums,)
+    arguments = (*inputs, *outputs, *extra, call.strides, call.sizes, call.rules)
+    description = (call.description, *describe((*outputs, *extra)))
+    launch(kernel, programs, arguments, constants, description, **options)
 
 
 def _precision(device: torch.device) -> str:
@@ -961,7 +993,7 @@ def launch_varlen_backward(
 
 def _launch_forward(q, k, v, out, lse, batch, sizes, rules, causal):
     call = _describe_call((q, k, v, out), (), sizes, rules, causal)
-    tile = choose_tile(forward, q, is_varlen=rules.query_starts is not None)
+    tile = choose_tile(forward, q, rules)
     programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
     _launch(forward, tile, programs, call, call.inputs, (lse,))
 
@@ -973,35 +1005,75 @@ def _launch_backward(grad, out, lse, q, k, v, grads, batch, sizes, rules, causal
     if rules.sample_keys is not None:
         row_keys = lse.new_empty(lse.shape, dtype=torch.int64)
     call = _describe_call((q, k, v, grad, out), (lse, delta, row_keys), sizes, rules, causal)
-    tile = choose_tile(query_gradient, q, is_varlen=rules.query_starts is not None)
-    programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
-    _launch(query_gradient, tile, programs, call, call.inputs, (grad_q,))
+    _launch_query_gradient(call, grad_q, grad_bias, batch)
     q, k, v, grad, _, *statistics = call.inputs
     inputs = (q, k, v, grad, *statistics)
-    tile = choose_tile(key_gradient, q)
+    tile = choose_tile(key_gradient, q, rules)
     has_both = rules.bias is not None and rules.mask is not None
     if has_both and tile == HOPPER_TILES["key_gradient"][128]:
         tile = tile._replace(queries=16)  # with both, 32 queries need more registers than there are
     programs = batch * k.shape[1] * ceil_div(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, call, inputs, (grad_k, grad_v))
-    if rules.bias is not None:
-        grad_bias.copy_(_bias_gradient(batch, call, inputs))
 
 
-def _bias_gradient(batch, call, inputs):
-    """Returns the gradient of the relative bias in fp32.
-
-    The samples are shared out by their number and size alone.
+def _launch_query_gradient(call, grad_q, grad_bias, batch):
+    """Computes the gradient of q, and that of the bias by some programs after others, so that their sums need little
+    memory.
     """
     sizes = call.sizes
-    q = inputs[0]
-    tile = choose_tile(bias_gradient, q)
-    walks = sizes.heads * (
-        ceil_div(sizes.queries, tile.queries) + ceil_div(sizes.keys, tile.keys) - 1
-    )
-    share = ceil_div(batch, min(batch, ceil_div(PROGRAMS, walks)))
-    parts = ceil_div(batch, share)
+    rules = call.rules
+    tile = choose_tile(query_gradient, call.inputs[0], rules)
+    blocks = ceil_div(sizes.queries, tile.queries)
+    programs = batch * sizes.heads * blocks
+    groups = min(tile.keys, tile.warps * 32 // tile.keys)
+
+    def compute(part, bias_sums):
+        _launch(
+            query_gradient, tile, len(part), call, call.inputs, (grad_q,), bias_sums, GROUPS=groups
+        )
+
+    if rules.bias is None:
+        compute(range(programs), BiasSums(None, 0, 0))
+        return
     distances = sizes.queries + sizes.keys - 1
-    partial = q.new_zeros(2 * parts, sizes.heads, distances, dtype=torch.float32)
-    _launch(bias_gradient, tile, walks * parts, call, inputs, (partial,), batch, share)
-    return partial.sum(0)
+    total = torch.zeros(sizes.heads, distances, dtype=torch.float32, device=grad_q.device)
+    length = ceil_div(sizes.keys, tile.keys) * tile.keys + tile.queries
+    constants = {
+        "ROWS": tile.queries,
+        "GROUPS": groups,
+        "BLOCK": DISTANCES_AT_ONCE,
+        "AT_ONCE": ROWS_AT_ONCE,
+    }
+    adders = sizes.heads * ceil_div(distances, DISTANCES_AT_ONCE)
+    # A block of queries that does not see all keys stores only the sums of those that it sees.
+    sees_all = not call.causal and rules.lengths is None and rules.query_starts is None
+    allocate = total.new_empty if sees_all else total.new_zeros
+    for part in split_programs(programs, blocks, 4 * groups * length):
+        bias_sums = BiasSums(allocate(len(part), groups, length), length, part.start)
+        compute(part, bias_sums)
+        arguments = (total, bias_sums, len(part), batch, sizes)
+        launch(add_bias_sums, adders, arguments, constants, num_warps=4)
+    grad_bias.copy_(total)
+
+
+def split_programs(programs: int, blocks: int, size: int) -> list[range]:
+    """Returns the programs of `query_gradient` in parts, whose sums for the bias exist at a time.
+
+    A part is a whole number of heads of a sample, or of ROWS_AT_ONCE blocks of one. Then the order of all sums depends
+    on the lengths of the sequences alone, but not on how many heads a rank has.
+
+    Args:
+        programs: One for each block of queries, head and sample.
+        blocks: The blocks of queries of a head of a sample.
+        size: The bytes of a program's sums.
+    """
+    at_once = max(BYTES_OF_BIAS_SUMS // size, LEAST_PROGRAMS)
+    if at_once >= blocks:
+        step = at_once // blocks * blocks
+        return [range(i, min(i + step, programs)) for i in range(0, programs, step)]
+    step = at_once // ROWS_AT_ONCE * ROWS_AT_ONCE
+    parts = []
+    for first in range(0, programs, blocks):
+        end = first + blocks
+        parts += [range(i, min(i + step, end)) for i in range(first, end, step)]
+    return parts

@@ -235,12 +235,10 @@ def in_tiles(patch, rows, columns):
     """Makes the Triton kernels compute tiles of this size, into outputs that begin as NaN."""
     kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
 
-    def choose_tile(kernel, q, is_varlen=False):
-        return (
-            kernels.TileShape(16, 16, 4, 1)
-            if kernel is kernels.bias_gradient
-            else kernels.TileShape(rows, columns, 4, 1)
-        )
+    def choose_tile(kernel, q, rules):
+        if kernel is kernels.query_gradient and rules.bias is not None:
+            return kernels.TileShape(max(rows, columns), min(rows, columns), 4, 1)
+        return kernels.TileShape(rows, columns, 4, 1)
 
     patch.setattr(kernels, "choose_tile", choose_tile)
     for op in (OPS["attention"], OPS["attention_backward"]):

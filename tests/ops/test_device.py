@@ -87,4 +87,6 @@ def test_amd_gpus_run_the_triton_kernels(monkeypatch):
     active = SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(kernels, "driver", SimpleNamespace(active=active))
     q = SimpleNamespace(device=device, shape=(1, 1, 1, 64), itemsize=2)
-    assert kernels.choose_tile(kernels.forward, q).warps == 4
+    rules = SimpleNamespace(bias=None, mask=None, query_starts=None)
+    tile = kernels.choose_tile(kernels.forward, q, rules)
+    assert (tile.warps, tile.registers) == (4, 0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from attention_oracle import BOUNDS, attend_in_fp64, load_mutant
-from every_case import by_turns
+from every_case import by_turns, every_day
 
 from shardzoo import ops
 from shardzoo.ops.registration import OPS
@@ -147,13 +147,16 @@ def find_errors(module, case):
     problem = make_problem(case)
     tile = case.tile
 
-    def choose_tile(kernel, q, is_varlen=False):
-        if kernel is module.bias_gradient:
-            return module.TileShape(16, 16, 4, 1)
+    def choose_tile(kernel, q, rules):
+        if kernel is module.query_gradient and rules.bias is not None:
+            return module.TileShape(max(tile), min(tile), 2, 1)  # squares below one another
         return module.TileShape(*tile, 4, 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose_tile", choose_tile)
+        patch.setattr(module, "BYTES_OF_BIAS_SUMS", 0)
+        patch.setattr(module, "LEAST_PROGRAMS", 4)
+        patch.setattr(module, "ROWS_AT_ONCE", 4)
         results = compute_by(module, *problem)
     errors = []
     for value, wanted in zip(results, compute_expected(*problem), strict=True):
@@ -181,6 +184,8 @@ PLAIN = Case((), 64, (33, 40), 1, torch.float32, (16, 16))
 CAUSAL = PLAIN._replace(rules=("causal",))
 BIASED = PLAIN._replace(rules=("bias",))
 CAPPED = PLAIN._replace(rules=("cap",))
+SQUARES = BIASED._replace(tile=(32, 16))
+PARTED = BIASED._replace(lengths=(40, 20))
 # name: (text of the kernels, what replaces it, a case that reaches it)
 MUTANTS = {
     "sums keep an old maximum": ("total * rescale + tl.sum", "total + tl.sum", PLAIN),
@@ -204,9 +209,12 @@ MUTANTS = {
         PLAIN._replace(rules=("lengths",)),
     ),
     "a bias by the wrong sign of the distance": (
-        "head_bias + distance", "head_bias - distance", PLAIN._replace(rules=("bias",), lengths=(33, 33)),
+        "(head_bias + distance, distance)", "(head_bias - distance, distance)",
+        PLAIN._replace(rules=("bias",), lengths=(33, 33)),
     ),
-    "a bias beside its place": ("(ROWS - 1) + tl.arange(0, LENGTH)", "ROWS + tl.arange(0, LENGTH)", BIASED),
+    "a bias beside its place": (
+        "first_diagonal + tl.arange(0, LENGTH)", "first_diagonal + 1 + tl.arange(0, LENGTH)", BIASED,
+    ),
     "a tile's bias ends too early": ("(distance < sizes.keys)", "(distance < sizes.keys - 1)", BIASED),
     "a tile's bias begins too late": (
         "(distance > -sizes.queries)", "(distance > 1 - sizes.queries)", BIASED,
@@ -216,11 +224,11 @@ MUTANTS = {
         BIASED,
     ),
     "a bias of another tile of queries": (
-        "first_column - first_row - (ROWS - 1)", "first_column - (ROWS - 1)", BIASED,
+        "block_bias, -i, lse", "block_bias, i, lse", BIASED,
     ),
-    "the cap has no slope": ("grad_z *= slope_of_cap(scores, rules)", "grad_z *= 1.0", CAPPED),
+    "the cap has no slope": ("grad_z * slope_of_cap(scores, rules)", "grad_z * 1.0", CAPPED),
     "the slope of the cap is that of the bias, too": (
-        "sizes, rules, True, PRECISION, False", "sizes, rules, True, PRECISION, True",
+        "waiting, grad_z, bias_sums_ptr + j", "waiting, grad_products, bias_sums_ptr + j",
         PLAIN._replace(rules=("cap", "bias")),
     ),
     "a cap before the scale": ("(rules.scale / rules.softcap)", "(1.0 / rules.softcap)", CAPPED),
@@ -228,12 +236,23 @@ MUTANTS = {
     "a cap that is too low": (
         "* (rules.softcap * LOG2_E)\n    return scores", "* rules.softcap\n    return scores", CAPPED,
     ),
-    "neighboring diagonals share sums": ("(offset + rows) % 2", "0", PLAIN._replace(rules=("bias",))),
-    "a diagonal beside its place": ("diagonal + row - (T - 1)", "diagonal + row - T", PLAIN._replace(rules=("bias",))),
+    "a row is rotated too little": ("(column + row) % COLUMNS, axis", "(column + row // 2) % COLUMNS, axis", SQUARES),
+    "diagonals of two tiles are mixed up": (
+        "column + row % COLUMNS < COLUMNS", "column + row % COLUMNS <= COLUMNS", SQUARES,
+    ),
+    "squares below one another share diagonals": ("take(waiting, square, i - 1)", "take(waiting, square, i)", SQUARES),
+    "the last diagonals are stored beside their place": ("sums_ptr + i * COLUMNS", "sums_ptr + i", SQUARES),
+    "a program reads the sums of the block above": ("(blocks - block) * ROWS", "(blocks - block - 1) * ROWS", BIASED),
+    "one group of rows is added": ("row % GROUPS).to", "0).to", SQUARES),
+    "the first programs count again": ("length), length, part.start)", "length), length, 0)", PARTED),
+    "the hash of a row goes without its step": (
+        "return mixed_key(key)", "return key", PLAIN._replace(rules=("dropout",)),
+    ),
     "the scale is left out of a gradient": ("grad_q * rules.scale", "grad_q", PLAIN),
     "delta is left out": ("p * (grad - delta)", "p * grad", PLAIN),
     "gradients of dropped weights": (
-        "tl.where(keep, grad * rules.keep_scale, 0.0)", "grad * rules.keep_scale", PLAIN._replace(rules=("dropout",)),
+        "tl.where(keep, grad * rules.keep_scale - delta, -delta)", "grad * rules.keep_scale - delta",
+        PLAIN._replace(rules=("dropout",)),
     ),
     "masks of other positions": (
         "(head << 32) + rules.first_row + row", "(head << 32) + row", PLAIN._replace(rules=("dropout",)),
@@ -259,3 +278,28 @@ def test_a_broken_kernel_is_caught(name, tmp_path):
         max(find_errors(load_mutant(kernels, tmp_path, text, replacement), case))
         > BOUNDS[case.dtype]
     )
+
+
+def test_the_gradient_of_a_bias_depends_on_no_split():
+    """Bit for bit: on how many programs leave their sums at a time, and on the heads that a rank has."""
+    case = PLAIN._replace(rules=("bias", "dropout"), width=16, lengths=(80, 16))
+    tensors, grad, rules = make_problem(case)
+    q, k, v, bias = tensors
+    assert bias is not None
+
+    def compute(programs, heads=slice(None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "choose_tile", lambda *_: kernels.TileShape(16, 16, 4, 1))
+            patch.setattr(kernels, "ROWS_AT_ONCE", 4)
+            patch.setattr(kernels, "BYTES_OF_BIAS_SUMS", 0)
+            patch.setattr(kernels, "LEAST_PROGRAMS", programs)
+            part = [q[:, heads], k[:, heads], v[:, heads], bias[heads]]
+            return compute_by(kernels, part, grad[:, heads], rules)
+
+    whole = compute(1000)
+    # Less than the 5 blocks of a head, and two heads.
+    for programs in every_day([4], more=[13]):
+        for value, wanted in zip(compute(programs), whole, strict=True):
+            assert torch.equal(value, wanted)
+    first_head = compute(4, slice(0, 1))
+    assert torch.equal(first_head[4], whole[4][:1])

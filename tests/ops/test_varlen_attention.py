@@ -220,8 +220,9 @@ MUTANTS = {
         "rules.bias_stride + rules.bias_center", "rules.bias_stride + (sizes.queries - 1)",
         find_case("self", ("bias",)),
     ),
-    "diagonals of the longest sample": (
-        "tiles_of_diagonal(offset, b, own_sizes", "tiles_of_diagonal(offset, b, sizes", find_case("self", ("bias",)),
+    "blocks behind the last query leave sums": (
+        "stop = tl.where(has_queries, stop, 0)", "stop = tl.where(has_queries, stop, stop)",
+        find_case("self", ("bias",)),
     ),
 }  # fmt: skip
 
