@@ -826,9 +826,9 @@ HOPPER_TILES_FP32 = {
 }
 # The same for AMD's GPUs, whose warps have 64 lanes: a group of 4 has 512 registers in each.
 AMD_TILES = {
-    "forward": {128: TileShape(128, 64, 4, 1)},
-    "query_gradient": {256: TileShape(64, 32, 4, 1)},
-    "key_gradient": {256: TileShape(32, 64, 4, 1), 512: TileShape(32, 32, 4, 1)},
+    "forward": {128: TileShape(64, 64, 4, 1)},
+    "query_gradient": {256: TileShape(64, 32, 4, 1), 512: SMALL},
+    "key_gradient": {256: TileShape(32, 32, 4, 1), 512: TileShape(32, 32, 4, 1)},
 }
 
 
