@@ -98,7 +98,9 @@ def respell(
 
 
 # Files whose keys are spelled with underscores, so that a message about one keeps them.
-KEYED_FILE = re.compile(r"(config|deepspeed)[\w.-]*\.json|\.ya?ml\b")
+KEYED_FILE = re.compile(
+    r"(config|deepspeed|state|manifest|meta|tokenizer|index)[\w.-]*\.json|\.ya?ml\b"
+)
 
 
 def name_options(message: str, names: Iterable[str]) -> str:

@@ -308,4 +308,4 @@ def test_an_adapter_of_another_model(made, tmp_path, capsys):
     )
     assert "match no linear layer of the model" in " ".join(capsys.readouterr().err.split())
     assert main(["merge", str(made("bert") / "base"), str(tmp_path / "x"), "--keep-adapter"]) == 2
-    assert "keep_adapter needs an adapter" in capsys.readouterr().err
+    assert "--keep-adapter needs an adapter" in capsys.readouterr().err
