@@ -33,6 +33,7 @@ from ..checkpoint.file_io import (
     check_hash,
     hash_stored,
     read_into,
+    read_pieces,
 )
 from ..checkpoint.layout import LowRankUpdate, ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
@@ -479,7 +480,8 @@ def _read_tile(
 ) -> np.ndarray:
     """Returns tensor[rows, columns], as unsigned integers.
 
-    It is read at once if whole rows fit into `block_bytes`, else row by row.
+    It is read at once if whole rows fit into `block_bytes`, else row by row. A store is asked for as
+    many rows at a time as would fit whole, because it sends short gaps between them too.
     """
     itemsize = item_size(tensor.dtype)
     width = tensor.shape[1]
@@ -489,9 +491,13 @@ def _read_tile(
         read_into(tensor, descriptor, rows[0] * width * itemsize, lines)
         return lines[:, columns[0] : columns[1]]
     tile = np.empty((count, columns[1] - columns[0]), f"u{itemsize}")
-    for index in range(count):
-        element = (rows[0] + index) * width + columns[0]
-        read_into(tensor, descriptor, element * itemsize, tile[index])
+    rows_at_once = max(1, block_bytes // (width * itemsize))
+    for first in range(0, count, rows_at_once):
+        pieces: list[tuple[int, np.ndarray]] = []
+        for index in range(first, min(first + rows_at_once, count)):
+            element = (rows[0] + index) * width + columns[0]
+            pieces.append((element * itemsize, tile[index]))
+        read_pieces(tensor, descriptor, pieces)
     return tile
 
 

@@ -55,6 +55,35 @@ def test_conversions_give_the_bytes_that_they_give_on_a_disk(bucket, gpt2_folder
     assert_equal(state_of(shardzoo.from_pretrained(f"{bucket}/merged")), whole)
 
 
+def test_columns_are_asked_for_many_rows_at_a_time(
+    memory_bucket, gpt2_folder, tmp_path, monkeypatch
+):
+    from shardzoo.convert import copying
+    from shardzoo.files import working_copies
+
+    merge(gpt2_folder, f"{memory_bucket}/hf")
+    split(gpt2_folder, tmp_path / "split", 2)
+    asked: list[int] = []
+    read_tile = copying._read_tile
+    read_ranges = working_copies.read_ranges
+
+    def read_narrow(tensor, descriptor, rows, columns, block_bytes):
+        # Eight rows fit into a block.
+        width = tensor.nbytes // tensor.shape[0]
+        return read_tile(tensor, descriptor, rows, columns, 8 * width)
+
+    def count(url, ranges):
+        asked.append(len(ranges))
+        return read_ranges(url, ranges)
+
+    monkeypatch.setattr(copying, "_read_tile", read_narrow)
+    monkeypatch.setattr(working_copies, "read_ranges", count)
+    split(f"{memory_bucket}/hf", f"{memory_bucket}/split", 2, Options(jobs=1))
+    assert digests(f"{memory_bucket}/split") == files_of(tmp_path / "split")
+    assert asked
+    assert max(asked) == 1  # Rows with short gaps between them are one range.
+
+
 def test_a_saved_model_is_loaded(memory_bucket, gpt2_folder, tmp_path):
     model = shardzoo.from_pretrained(gpt2_folder)
     url = f"{memory_bucket}/saved"
