@@ -79,6 +79,8 @@ class StepGraph:
         self._signature: Signature | None = None
         self._replay: Callable[[], None] | None = None
         self._results: GraphResults | None = None
+        # What the graph reads and nothing else may hold: tables of launches, and the keys of dropout's uses.
+        self._read_by_graph: list[Any] = []
         self.obstacle = find_obstacle(arguments, engine, device)
         if self.obstacle is not None:
             self._say(self.obstacle)
@@ -176,6 +178,13 @@ class StepGraph:
         """Records a step; returns whether it can be recorded."""
         applied = self._engine.counters()
         tables = vars(self._engine.optimizer).pop("_tables", None)
+        # The launches of the update read where the gradients are in the graph's memory. Other steps
+        # have tables of their own.
+        own_tables: dict[int, dict[Any, Any]] = {
+            group: {dtypes: table.copy_for_recording() for dtypes, table in by_dtypes.items()}
+            for group, by_dtypes in (tables or {}).items()
+        }
+        vars(self._engine.optimizer)["_tables"] = own_tables
         try:
             with self._rates_on_device():
                 self._replay, self._results = record_graph(self._device, self._compute)
@@ -187,14 +196,11 @@ class StepGraph:
             return False
         finally:
             self._engine.load_counters(applied)
-        # The launches of the update read where the gradients are in the graph's memory. Other steps
-        # have tables of their own.
-        self._tables = vars(self._engine.optimizer).pop("_tables", {})
-        for by_dtypes in self._tables.values():
+        for by_dtypes in own_tables.values():
             for table in by_dtypes.values():
                 table.send()
-        if tables is not None:
-            vars(self._engine.optimizer)["_tables"] = tables
+        self._read_by_graph = [own_tables, dropout_state.capture()]
+        vars(self._engine.optimizer)["_tables"] = tables or {}
         return True
 
     @contextmanager

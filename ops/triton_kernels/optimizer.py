@@ -132,20 +132,38 @@ class LaunchTable:
         self._owners_are_sent = False
 
     def fill(self, addresses: list[list[int]], device: torch.device) -> int:
-        """Takes the rows of the table; returns the number of programs."""
+        """Takes the rows of the table; returns the number of programs.
+
+        Raises RuntimeError if a step is recorded whose tensors have other sizes than those before.
+        """
         counts = [ceil_div(row[6], BLOCK) for row in addresses]
         if addresses != self._addresses:
             sizes_changed = [row[6] for row in addresses] != [row[6] for row in self._addresses]
+            if sizes_changed and is_recording(device):
+                raise RuntimeError("it updates other parameters than the step before")
             self._addresses = addresses
-            self.addresses = torch.empty(
-                len(addresses), COLUMNS.value, dtype=torch.int64, device=device
-            )
             if sizes_changed:
+                shape = (len(addresses), COLUMNS.value)
+                self.addresses = torch.empty(shape, dtype=torch.int64, device=device)
                 self.owners = torch.empty(sum(counts), 2, dtype=torch.int32, device=device)
                 self._owners_are_sent = False
             if not is_recording(device):
                 self.send()
         return sum(counts)
+
+    def copy_for_recording(self) -> LaunchTable:
+        """Returns a table of the same launch for a graph that is recorded, in memory that exists before.
+
+        Memory that is taken while a graph is recorded belongs to the graph, which writes other tensors
+        there earlier in each run.
+        """
+        assert self.addresses is not None
+        table = LaunchTable()
+        table._addresses = [[0] * ELEMENTS.value + [row[6]] for row in self._addresses]
+        table.addresses = torch.empty_like(self.addresses)
+        table.owners = self.owners
+        table._owners_are_sent = self._owners_are_sent
+        return table
 
     def send(self) -> None:
         """Sends the table, which a graph that was recorded needs before it runs.

@@ -246,16 +246,23 @@ def test_addresses_are_sent_again_only_if_they_change():
     assert table.owners.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
 
 
-def test_a_recorded_launch_gets_its_table_before_it_runs(monkeypatch):
-    monkeypatch.setattr(kernels, "is_recording", lambda _: True)
-    table = kernels.LaunchTable()
-    table.fill([[16, 32, 48, 64, 80, 0, 5]], torch.device("cpu"))
+def test_a_recorded_launch_takes_no_memory_of_the_graph(monkeypatch):
+    """The graph would write other tensors there before the launch reads its table."""
+    eager = kernels.LaunchTable()
+    eager.fill([[16, 32, 48, 64, 80, 0, 5]], torch.device("cpu"))
+    table = eager.copy_for_recording()
     kept = table.addresses
     kept.zero_()
-    table.send()
+    monkeypatch.setattr(kernels, "is_recording", lambda _: True)
+    assert table.fill([[16, 96, 48, 64, 80, 0, 5]], torch.device("cpu")) == 1
     assert table.addresses is kept
-    assert kept.tolist() == [[16, 32, 48, 64, 80, 0, 5]]
+    assert not kept.any()
+    table.send()
+    assert kept.tolist() == [[16, 96, 48, 64, 80, 0, 5]]
     assert table.owners.tolist() == [[0, 0]]
+    assert eager.addresses.tolist() == [[16, 32, 48, 64, 80, 0, 5]]
+    with pytest.raises(RuntimeError, match="updates other parameters than the step before"):
+        table.fill([[16, 96, 48, 64, 80, 0, 6]], torch.device("cpu"))
 
 
 def test_no_step_prints_a_tensor(monkeypatch):
