@@ -79,7 +79,8 @@ class KernelRules(NamedTuple):
     A rule that does not apply is None, which a kernel knows when it is compiled. `bias_stride` is the
     number of distances of a head's bias, `bias_center` the place of distance 0. `query_starts` and
     `key_starts` say where the samples begin among the rows of tensors without padding, and where the
-    last one ends.
+    last one ends. Nothing here is a tuple of its own: Triton 3.6 loses a 1 in a tuple within another if
+    nothing after it is known when the kernel is compiled.
     """
 
     bias: torch.Tensor | None
@@ -91,7 +92,10 @@ class KernelRules(NamedTuple):
     key_starts: torch.Tensor | None
     bias_stride: int
     bias_center: int
-    mask_strides: tuple[int, ...] | None
+    mask_sample_stride: int | None
+    mask_head_stride: int | None
+    mask_row_stride: int | None
+    mask_column_stride: int | None
     scale: float
     softcap: float | None
     keep_scale: float
@@ -336,10 +340,11 @@ def apply_rules(scores, row, column, end, block_bias, shift, b, n, sizes, rules,
         keys_first: tl.constexpr = row.shape[0] == 1
         z += bias_of_tile(block_bias, shift, sizes, scores.shape[0], scores.shape[1], keys_first)
     if rules.mask is not None:
-        head_mask = head_start(rules.mask, rules.mask_strides, None, b, n)
+        sample_mask = rules.mask + tl.cast(b, tl.int64) * rules.mask_sample_stride
+        head_mask = sample_mask + tl.cast(n, tl.int64) * rules.mask_head_stride
         row = tl.minimum(row, sizes.queries - 1)
-        row_mask = head_mask + row.to(tl.int64) * rules.mask_strides[2]
-        at = row_mask + column * rules.mask_strides[3]
+        row_mask = head_mask + row.to(tl.int64) * rules.mask_row_stride
+        at = row_mask + column * rules.mask_column_stride
         mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
         if rules.mask.dtype.element_ty == tl.uint8:
             z = tl.where(mask != 0, z, float("-inf"))
@@ -926,13 +931,13 @@ def _call(
     """Returns the sizes and the rules of a call."""
     batch, heads, queries, _ = q.shape
     _, groups, total, _ = k.shape
-    strides = None
+    strides: tuple[int | None, ...] = (None,) * 4
     if mask is not None:
         strides = mask.expand(batch, heads, queries, total).stride()
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     center = queries - 1
     rules = KernelRules(
-        bias, mask, prefix, lengths, keys if dropout else None, None, None, total + center, center, strides, scale,
+        bias, mask, prefix, lengths, keys if dropout else None, None, None, total + center, center, *strides, scale,
         softcap or None, 1.0 / (1.0 - dropout), dropout_threshold(dropout), first_head, first_row,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, queries, total), rules
@@ -945,7 +950,7 @@ def _call_varlen(q, k, starts, bias, keys, longest, scale, causal, dropout, firs
     bias, keys = contiguous(bias, keys if dropout else None)
     stride = 0 if bias is None else bias.shape[1]
     rules = KernelRules(
-        bias, None, None, None, keys, *starts, stride, longest[0] - 1, None, scale, None,
+        bias, None, None, None, keys, *starts, stride, longest[0] - 1, None, None, None, None, scale, None,
         1.0 / (1.0 - dropout), dropout_threshold(dropout), first_head, 0,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, *longest), rules

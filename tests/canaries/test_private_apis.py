@@ -645,13 +645,14 @@ def test_every_private_name_has_a_canary():
         "_composable", "_composable_state", "_get_fsdp_state", "_pre_forward_hook_handle", "_post_forward_hook_handle",
         "_fsdp_param_groups", "_module_to_pre_save_state_dict_hook_handle", "_post_load_hook_handle",
         "_module_to_pre_load_state_dict_hook_handle",
-        "_op", "_set_params_and_buffers_to_ignore_for_model", "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
+        "_op", "_set_params_and_buffers_to_ignore_for_model", "_ddp_params_and_buffers_to_ignore",
+            "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
         "_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     }  # fmt: skip
     # Of long standing and documented, in a benchmark alone, or the name of a logger.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
                 "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames",
-                "_apply", "_pytree"}  # fmt: skip
+                "_apply", "_pytree", "_fields"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
     foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")

@@ -208,4 +208,10 @@ def test_transformers_loads_every_new_model(name, tmp_path):
         contact_head = [name for name in report["missing_keys"] if "contact_head." in name]
         assert len(contact_head) == 2
         report["missing_keys"] = set(report["missing_keys"]) - set(contact_head)
+    if kind == "t5gemma2":
+        # Our models read no images, and what does starts anew.
+        parts = ("vision_tower.", "multi_modal_projector.")
+        report["missing_keys"] = {
+            name for name in report["missing_keys"] if not any(part in name for part in parts)
+        }
     assert not any(report.values())

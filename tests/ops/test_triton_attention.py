@@ -265,7 +265,7 @@ MUTANTS = {
         "tl.where(higher == float(\"-inf\"), 0.0, higher)", "higher", PLAIN._replace(rules=("mask",)),
     ),
     "a mask of the first query for all": (
-        "row.to(tl.int64) * rules.mask_strides[2]", "row.to(tl.int64) * 0", PLAIN._replace(rules=("mask",)),
+        "row.to(tl.int64) * rules.mask_row_stride", "row.to(tl.int64) * 0", PLAIN._replace(rules=("mask",)),
     ),
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_an_objective_that_packs_no_documents_is_refused(capsys):
         read_arguments(["--model", "t5-quickstart", "--document-mask"], quiet=False)
     assert ended.value.code == 2
     message = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "document_mask=True is for objectives that pack documents" in message
+    assert "--document-mask is for objectives that pack documents" in message
     assert "use objective 'gpt' or 'roberta'" in message
 
 

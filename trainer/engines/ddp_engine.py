@@ -171,7 +171,7 @@ class _FixedBuckets(DistributedDataParallel):
     """
 
     def __init__(self, model: nn.Module, replicas: int = 1) -> None:
-        left_out: set[str] = cast(Any, model)._ddp_params_and_buffers_to_ignore
+        left_out: set[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", set())
         trained = [
             parameter
             for name, parameter in model.named_parameters()
