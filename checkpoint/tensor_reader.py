@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._files.__exit__(*exception)
 
     def hold(self, values: Mapping[StoredTensor, Tensor]) -> None:

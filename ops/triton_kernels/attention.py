@@ -824,6 +824,7 @@ HOPPER_TILES = {
 # The gradient of q with a bias, whose own gradient takes registers. A warp rotates a row of up to 32
 # keys in one step.
 HOPPER_BIAS_TILE = TileShape(128, 32, 8, 2)
+AMPERE_BIAS_TILE = TileShape(32, 32, 4, 1)
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
     "forward": {512: TileShape(64, 32, 8, 1)},
@@ -860,6 +861,11 @@ def _choose_tile(
     size = max(bytes_of_row, 128) if itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
     tables = {} if precision == "interpreted" else _special_tiles(itemsize)
+    if kernel == "query_gradient" and has_bias:  # it sums the bias's gradient, too
+        if tables is HOPPER_TILES_FP32 and size == 512:
+            return SMALL
+        if not tables and precision != "interpreted" and itemsize == 2 and size == 256:
+            return AMPERE_BIAS_TILE
     if tables is HOPPER_TILES and size == 256 and kernel != "key_gradient":
         if kernel == "query_gradient" and has_bias:
             return HOPPER_BIAS_TILE
