@@ -64,7 +64,7 @@ def draw(axes: Axes, milliseconds: Milliseconds) -> None:
     axes.axvline(1.0, color="gray", linewidth=1)
     axes.set_yticks(range(len(names)), [NAMES[name] for name in reversed(names)])
     axes.set_xlabel("times as fast as transformers with SDPA")
-    axes.set_xlim(0, 3.2)
+    axes.set_xlim(0, 4.1)
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     axes.legend(unique.values(), unique.keys(), loc="lower right", frameon=False)
