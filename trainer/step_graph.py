@@ -15,7 +15,7 @@ graph too.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from .batches.loss_normalization import LossNormalizer, find_loss
 from .engines.engine import Engine, ForwardStep
 from .engines.torch_engine import TorchEngine
 from .logging.expert_load import find_token_masks
+from .optimizers.adamw import AdamW
 
 # Steps before the one that rehearses what is recorded.
 EAGER_STEPS = 1
@@ -177,30 +178,21 @@ class StepGraph:
     def _record(self) -> bool:
         """Records a step; returns whether it can be recorded."""
         applied = self._engine.counters()
-        tables = vars(self._engine.optimizer).pop("_tables", None)
-        # The launches of the update read where the gradients are in the graph's memory. Other steps
-        # have tables of their own.
-        own_tables: dict[int, dict[Any, Any]] = {
-            group: {dtypes: table.copy_for_recording() for dtypes, table in by_dtypes.items()}
-            for group, by_dtypes in (tables or {}).items()
-        }
-        vars(self._engine.optimizer)["_tables"] = own_tables
+        optimizer = self._engine.optimizer
+        launches = optimizer.recording() if isinstance(optimizer, AdamW) else nullcontext([])
         try:
-            with self._rates_on_device():
+            with launches as tables, self._rates_on_device():
                 self._replay, self._results = record_graph(self._device, self._compute)
         except RuntimeError as error:
             self.obstacle = f"it cannot be recorded: {str(error).splitlines()[0]}"
             self._say(self.obstacle)
-            vars(self._engine.optimizer)["_tables"] = {}
-            self._engine.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             return False
         finally:
             self._engine.load_counters(applied)
-        for by_dtypes in own_tables.values():
-            for table in by_dtypes.values():
-                table.send()
-        self._read_by_graph = [own_tables, dropout_state.capture()]
-        vars(self._engine.optimizer)["_tables"] = tables or {}
+        for table in tables:
+            table.send()
+        self._read_by_graph = [tables, dropout_state.capture()]
         return True
 
     @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +84,28 @@ class AdamW(torch.optim.AdamW):
         self._note_written(updates)
         return None
 
+    @contextmanager
+    def recording(self) -> Generator[list[Any]]:
+        """Within the context, a graph records a step, whose launches read tables of their own.
+
+        They say where the gradients are in the graph's memory. Whoever records sends the yielded
+        tables afterwards and keeps them as long as the graph.
+        """
+        tables = self._launch_tables()
+        own = {
+            number: {dtypes: table.copy_for_recording() for dtypes, table in by_dtypes.items()}
+            for number, by_dtypes in tables.items()
+        }
+        vars(self)["_tables"] = own
+        try:
+            yield [table for by_dtypes in own.values() for table in by_dtypes.values()]
+        finally:
+            vars(self)["_tables"] = tables
+
+    def _launch_tables(self) -> dict[int, dict[Any, Any]]:
+        """Returns what the launches of each group keep on the device. A copied optimizer has none."""
+        return vars(self).setdefault("_tables", {})
+
     def takes_short_gradients(self) -> bool:
         """Returns whether steps read 16-bit gradients of fp32 parameters, where all else suits our
         kernel for accelerators.
@@ -102,8 +125,7 @@ class AdamW(torch.optim.AdamW):
         self, updates: list[Update], factor: Tensor | None, found_inf: Tensor | None
     ) -> None:
         """Updates all parameters in one launch for each group."""
-        # Of each group, what its launches keep on the device. A copied optimizer has none.
-        tables: dict[int, dict[Any, Any]] = vars(self).setdefault("_tables", {})
+        tables = self._launch_tables()
         steps = [step for *_, step in updates]
         if steps and found_inf is None:
             torch.ops.aten._foreach_add_.Scalar(steps, 1)
