@@ -789,7 +789,8 @@ def add_bias_sums(
 
 # Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors
 # are split in two: as many products for a loaded byte as fit into the registers, whatever the
-# rules, on sm_80 and sm_90.
+# rules, on sm_80 and sm_90. The gradient of q has other tiles with a bias where the sums of the
+# bias's own gradient take registers; a warp rotates a row of up to 32 keys in one step.
 LARGE = TileShape(64, 32, 8, 2)
 SMALL = TileShape(16, 16, 4, 1)
 TILES = {
@@ -805,6 +806,7 @@ TILES = {
         512: TileShape(32, 32, 8, 1),
         1024: SMALL,
     },
+    "query_gradient with bias": {256: TileShape(32, 32, 4, 1)},
     "key_gradient": {
         128: TileShape(32, 64, 4, 1),
         256: LARGE,
@@ -819,15 +821,13 @@ TILES = {
 HOPPER_TILES = {
     "forward": {128: TileShape(128, 64, 8, 2, 128), 256: TileShape(128, 64, 8, 2)},
     "query_gradient": {256: TileShape(128, 64, 8, 2)},
+    "query_gradient with bias": {256: TileShape(128, 32, 8, 2)},
     "key_gradient": {128: TileShape(32, 128, 8, 2), 256: TileShape(16, 128, 8, 2)},
 }
-# The gradient of q with a bias, whose own gradient takes registers. A warp rotates a row of up to 32
-# keys in one step.
-HOPPER_BIAS_TILE = TileShape(128, 32, 8, 2)
-AMPERE_BIAS_TILE = TileShape(32, 32, 4, 1)
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
     "forward": {512: TileShape(64, 32, 8, 1)},
+    "query_gradient with bias": {512: SMALL},
     "key_gradient": {512: TileShape(32, 32, 8, 2)},
 }
 # The same for AMD's GPUs, whose warps have 64 lanes: a group of 4 has 512 registers in each.
@@ -841,7 +841,7 @@ AMD_TILES = {
 def choose_tile(kernel, q: torch.Tensor, rules: KernelRules) -> TileShape:
     """Returns the tile of a kernel for heads like those of q.
 
-    Where samples begin takes registers, which the large tiles of heads of 128 do not leave, and so does a mask.
+    A limit of registers holds for calls without a mask.
     """
     tile = _choose_tile(
         kernel.__name__, q.shape[3], q.itemsize, rules.query_starts is not None, rules.bias is not None, q.device,
@@ -861,17 +861,15 @@ def _choose_tile(
     size = max(bytes_of_row, 128) if itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
     tables = {} if precision == "interpreted" else _special_tiles(itemsize)
-    if kernel == "query_gradient" and has_bias:  # it sums the bias's gradient, too
-        if tables is HOPPER_TILES_FP32 and size == 512:
-            return SMALL
-        if not tables and precision != "interpreted" and itemsize == 2 and size == 256:
-            return AMPERE_BIAS_TILE
-    if tables is HOPPER_TILES and size == 256 and kernel != "key_gradient":
-        if kernel == "query_gradient" and has_bias:
-            return HOPPER_BIAS_TILE
-        if is_varlen:
-            tables = {}
-    return tables.get(kernel, {}).get(size) or TILES[kernel][size]
+    with_bias = f"{kernel} with bias" if has_bias else ""
+    # Where samples begin takes registers, which the large tiles do not leave.
+    if tables is HOPPER_TILES and is_varlen and size == 256 and kernel != "key_gradient":
+        tables = {name: tiles for name, tiles in tables.items() if name == with_bias}
+    for table in (tables, TILES):
+        tile = table.get(with_bias, {}).get(size) or table.get(kernel, {}).get(size)
+        if tile is not None:
+            return tile
+    raise AssertionError(f"{kernel} has no tile for rows of {size} bytes")
 
 
 def _special_tiles(itemsize: int) -> dict[str, dict[int, TileShape]]:
