@@ -41,6 +41,10 @@ SLOT = 1 << 18
 SLOTS = 8
 # Seconds for which a rank looks for others' data before it sleeps, if every rank has a core.
 SPIN = 3e-5
+FILE = "shardzoo-"  # how the names of the files begin, which /proc shows
+# How Linux promises memory, and how it says that it promises no more than there is.
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+STRICT = "2"
 TIMEOUT = 1800.0  # seconds: torch's default
 
 # The channel of each group that was asked for one; None if the group has none.
@@ -116,35 +120,42 @@ def exchange(
 
 def _open(group: dist.ProcessGroup) -> Channel | None:
     """Opens the group's memory on all ranks, or on none if one of them cannot."""
-    file = _make_file(group.size()) if group.rank() == 0 else -1
-    ranks = _gather([*_host(), os.getpid(), file], group)
+    name = secrets.randbits(62)
+    file = _make_file(name, group.size()) if group.rank() == 0 else -1
+    ranks = _gather([*_host(), os.getpid(), file, name], group)
     channel = None
     if all(rank[:2] == ranks[0][:2] for rank in ranks):
-        channel = _map_file(
-            f"/proc/{ranks[0][2]}/fd/{ranks[0][3]}", [rank[2] for rank in ranks], group
-        )
+        _, _, process, file_of_first, name = ranks[0]
+        path = f"/proc/{process}/fd/{file_of_first}"
+        channel = _map_file(path, name, [rank[2] for rank in ranks], group)
     opened = _gather([channel is not None], group)
     if file >= 0:
         os.close(file)
     return channel if all(rank[0] for rank in opened) else None
 
 
-def _make_file(size: int) -> int:
-    """Returns the descriptor of a new file without a name, or -1 if there can be none."""
+def _make_file(name: int, size: int) -> int:
+    """Returns the descriptor of a new file that has no path, or -1 if there can be none."""
     if compiled is None or size > compiled.most_ranks or not hasattr(os, "memfd_create"):
         return -1
     file = -1
     try:
-        file = os.memfd_create("shardzoo")
-        os.ftruncate(file, compiled.count_bytes(size, SLOT, SLOTS))
-    except OSError:  # a limit of open files (ulimit -n), or of their size (ulimit -f)
+        file = os.memfd_create(f"{FILE}{name}")
+        nbytes = compiled.count_bytes(size, SLOT, SLOTS)
+        os.ftruncate(file, nbytes)
+        if OVERCOMMIT.read_text().strip() == STRICT:
+            # Without memory for it, a page that is first used later would end the rank by SIGBUS.
+            os.posix_fallocate(file, 0, nbytes)
+    except OSError:  # no memory, or a limit of open files (ulimit -n) or of their size (ulimit -f)
         if file >= 0:
             os.close(file)
         return -1
     return file
 
 
-def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Channel | None:
+def _map_file(
+    path: str, name: int, processes: list[int], group: dist.ProcessGroup
+) -> Channel | None:
     """Returns the channel in a file that the group's first rank has made; None if this process
     cannot open it.
     """
@@ -153,6 +164,9 @@ def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Chan
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     spin = SPIN if local_ranks <= len(os.sched_getaffinity(0)) else 0.0
     try:
+        # Copies of one virtual machine may have equal numbers of the host and of processes.
+        if not os.readlink(path).startswith(f"/memfd:{FILE}{name} "):
+            return None
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None

@@ -483,8 +483,9 @@ class Channel {
     for (int rank = 0; rank < size_; ++rank) {
       const Label other = label(rank, number);
       if (rank == rank_ || other == make_label(job, chunk)) continue;
-      const char* kind = other.kind <= kReduceScatter ? kKindNames[other.kind] : "unknown collective";
-      fail(job, rank, std::string("is in an ") + kind + " of " + std::to_string(other.bytes) +
+      const char* kind = other.kind < kKinds ? kKindNames[other.kind] : "unknown collective";
+      const char* article = other.kind == kReduceScatter ? "a " : "an ";
+      fail(job, rank, std::string("is in ") + article + kind + " of " + std::to_string(other.bytes) +
                           " bytes, or of another dtype; all ranks must call the same collectives in the same order");
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -155,30 +156,43 @@ def test_large_messages_need_little_memory_beside_them(run_ranks):
         assert kib < 1 << 10
 
 
-def exchange_unequal_rows(slot):
-    """Every rank sends rank r another number of rows, with 0 for some, through slots of another size."""
+def count_rows(size, longest, kind):
+    """Returns how many rows each rank sends to each: unequal numbers, or all to or from one rank, or to none."""
+    if kind == "unequal":
+        return [[(a * 5 + b * 3) % (longest + 1) for b in range(size)] for a in range(size)]
+    kept = {
+        "to one": lambda a, b: b == size - 1,
+        "from one": lambda a, b: a == size - 1,
+        "to none": lambda a, b: a == b,
+    }[kind]
+    return [[longest * kept(a, b) for b in range(size)] for a in range(size)]
+
+
+def exchange_rows_of_several_kinds(slot):
+    """Each number of rows in each type, through slots of another size, between other collectives."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     results = []
     with new_channel(group, slot):
         for longest_one in (0, 1, 7, 300):
-            counts = [
-                [(a * 5 + b * 3) % (longest_one + 1) for b in range(size)] for a in range(size)
-            ]
-            longest = max(counts[a][b] for a in range(size) for b in range(size) if a != b)
-            sent = counts[rank]
-            received = [row[rank] for row in counts]
-            for dtype in (torch.float32, torch.bfloat16, torch.int64):
-                rows = torch.arange(sum(sent) * 3).view(-1, 3) + 1000 * rank
-                rows = (rows % 251).to(dtype)
-                theirs = collectives.all_to_all_rows(rows, sent, received, group)
-                ours = collectives.all_to_all_rows(rows, sent, received, group, longest)
-                results.append(ours.dtype == dtype and torch.equal(ours, theirs))
+            for kind in ("unequal", "to one", "from one", "to none"):
+                counts = count_rows(size, longest_one, kind)
+                longest = max(counts[a][b] for a in range(size) for b in range(size) if a != b)
+                sent = counts[rank]
+                received = [row[rank] for row in counts]
+                for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                    rows = torch.arange(sum(sent) * 3).view(-1, 3) + 1000 * rank
+                    rows = (rows % 251).to(dtype)
+                    theirs = collectives.all_to_all_rows(rows, sent, received, group)
+                    finish = collectives.start_all_reduce(torch.ones(500), group)
+                    ours = collectives.all_to_all_rows(rows, sent, received, group, longest)
+                    results.append(ours.dtype == dtype and torch.equal(ours, theirs))
+                    results.append(finish().unique().tolist() == [size])
     return results
 
 
 @pytest.mark.parametrize(("size", "slot"), [(2, 1024), (3, 192)])
 def test_an_all_to_all_delivers_what_gloo_delivers(size, slot, run_ranks):
-    assert all(all(results) for results in run_ranks(size, exchange_unequal_rows, slot))
+    assert all(all(results) for results in run_ranks(size, exchange_rows_of_several_kinds, slot))
 
 
 def refuse_exchanges():
@@ -287,13 +301,56 @@ def test_the_first_rank_without_the_compiled_part(run_ranks):
     assert run_ranks(2, work) == [None, None]
 
 
-@pytest.mark.parametrize("other", ["all-gather", "longer", "dtype"])
+def test_only_the_file_of_this_group_is_opened(run_ranks):
+    """Two copies of one virtual machine may have the same boot id, process ids and descriptors."""
+
+    def work():
+        file = os.memfd_create("shardzoo-5")
+        os.ftruncate(
+            file, shared_memory.Channel.count_bytes(1, shared_memory.SLOT, shared_memory.SLOTS)
+        )
+        path = f"/proc/self/fd/{file}"
+        found = [
+            shared_memory._map_file(path, name, [os.getpid()], dist.group.WORLD) is not None
+            for name in (5, 55, 4)
+        ]
+        os.close(file)
+        return found
+
+    assert run_ranks(1, work) == [[True, False, False]]
+
+
+def test_memory_is_taken_at_once_where_linux_promises_no_more_than_there_is(monkeypatch, tmp_path):
+    def make_file():
+        file = shared_memory._make_file(1, 2)
+        if file < 0:
+            return None
+        status = os.fstat(file)
+        os.close(file)
+        return status.st_blocks * 512 / status.st_size
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    promises = tmp_path / "overcommit_memory"
+    monkeypatch.setattr(shared_memory, "OVERCOMMIT", promises)
+    promises.write_text("0\n")
+    assert make_file() == 0
+    promises.write_text("2\n")
+    assert make_file() >= 1
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert make_file() is None
+
+
+@pytest.mark.parametrize("other", ["all-gather", "all-to-all", "longer", "dtype"])
 def test_ranks_in_different_collectives_say_so(other, run_ranks):
     def call(group):
         if dist.get_rank() == 0:
             return collectives.start_all_reduce(torch.zeros(64), group)()
         if other == "all-gather":
             return collectives.start_all_gather(torch.zeros(64), 0, group)()
+        if other == "all-to-all":
+            return collectives.all_to_all_rows(torch.zeros(2, 3), [1, 1], [1, 1], group, 1)
         if other == "longer":
             return collectives.start_all_reduce(torch.zeros(5000), group)()
         return collectives.start_all_reduce(torch.zeros(64, dtype=torch.int32), group)()
@@ -310,6 +367,8 @@ def test_ranks_in_different_collectives_say_so(other, run_ranks):
     assert first.startswith("all-reduce of 256 bytes: rank 1 of the group (process ")
     if other == "longer":
         assert "is in an all-reduce of 20000 bytes" in first
+    elif other != "dtype":
+        assert f"is in an {other} of" in first
 
 
 def test_a_rank_that_ended_is_named_at_once(tmp_path, run_ranks):
@@ -422,8 +481,11 @@ def test_killed_ranks_leave_nothing(run_ranks):
         group = dist.group.WORLD
         if dist.get_rank() == 1:
             threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        rank = dist.get_rank()
         while True:
             collectives.start_all_reduce(torch.ones(50_000), group)()
+            received = [100, 100] if rank == 0 else [200, 200]
+            collectives.all_to_all_rows(torch.ones(300, 100), [100, 200], received, group, 200)
 
     before = names()
     for _ in range(3):

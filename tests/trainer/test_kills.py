@@ -35,6 +35,8 @@ RUNS = {
         2,
         1,
     ),
+    "experts, DDP": ({"env_type": "pytorchDDP", "expert_parallel_size": 2}, 1, 1),
+    "experts, FSDP": ({"env_type": "fsdp", "expert_parallel_size": 2}, 1, 2),
     "pipeline": (
         {
             "env_type": "deepspeed+mpu",
@@ -50,6 +52,8 @@ A_FEW = [
     ("pipeline", "indexed", 1),
     ("context", "indexed", 1),
     ("experts", "indexed", 1),
+    ("experts, DDP", "indexed", 1),
+    ("experts, FSDP", "streamed", 1),
     ("fsdp", "indexed", 1),
     ("pytorchDDP", "streamed", 2),
 ]
