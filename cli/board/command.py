@@ -249,7 +249,8 @@ def running_means(
 ) -> list[Any]:
     """Returns the means of a curve over the steps that end at each step of `axis`.
 
-    They go over a share of the shown steps, and over no steps before the first shown one. None
+    They go over a share of the shown steps. Near the first shown one they go over the last quarter
+    of the steps since, because a mean over all of them would lie far above a loss that falls. None
     where the curve has not begun, or has ended.
     """
     steps, values = _between(curve or Curve(), first, last)
@@ -261,7 +262,8 @@ def running_means(
     steps = steps[kept]
     values = values[kept]
     ends = np.searchsorted(steps, at, side="right")
-    starts = np.searchsorted(steps, at - (at[-1] - at[0]) * MEAN_SHARE, side="right")
+    window = np.minimum((at[-1] - at[0]) * MEAN_SHARE, (at - at[0]) / 4)
+    starts = np.searchsorted(steps, at - window, side="right")
     starts = np.minimum(starts, np.maximum(ends - 1, 0))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     means = (sums[ends] - sums[starts]) / np.maximum(ends - starts, 1)

@@ -17,6 +17,10 @@ CHROMIUM = next(
 )
 
 
+class PageChanged(Exception):
+    """The page that a script ran in went away before the script had ended."""
+
+
 class Browser:
     """One page. problems: console errors, exceptions and policy violations. requests: the addresses it asked for."""
 
@@ -74,6 +78,8 @@ class Browser:
         while True:
             answer = self._read()
             if answer.get("id") == number:
+                if "navigated or closed" in answer.get("error", {}).get("message", ""):
+                    raise PageChanged(answer)
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -121,12 +127,18 @@ class Browser:
     def wait(self, script: str, seconds: float = 30) -> float:
         """Waits until an expression is true. Returns the seconds that this took."""
         started = time.monotonic()
-        while not self.evaluate(script):
+        while not self._is_true(script):
             assert time.monotonic() - started < seconds, (
                 f"not after {seconds} s: {script}; {self.problems}"
             )
             time.sleep(0.05)
         return time.monotonic() - started
+
+    def _is_true(self, script: str) -> bool:
+        try:
+            return bool(self.evaluate(script))
+        except PageChanged:
+            return False
 
     def click(self, x: float, y: float, to: tuple[float, float] | None = None) -> None:
         """Presses the mouse at a place of the window, and lifts it there or after a drag."""

@@ -85,11 +85,11 @@ def test_the_report_and_both_plots_end_with_the_last_logged_values(tmp_path, mon
     path = tmp_path / "report.html"
     drawn = lines_of(monkeypatch, lambda: write_report(path, RECORDS, {"lr": 1e-3}, title="a run"))
     rows = Page(path.read_text()).rows
-    assert rows["best validation loss"] == "6.1250 at step 1,000"
+    assert rows["best held-out loss"] == "6.1250 at step 1,000"
     assert rows["training loss"] == (
         "5.0000, the mean of the last 100 steps (of the first 100: 8.7500)"
     )
-    assert rows["last validation"] == "loss 6.2500 at step 1,500"
+    assert rows["last held-out evaluation"] == "loss 6.2500 at step 1,500"
     assert rows["final evaluation"] == "loss 6.3125, accuracy 0.5000 at step 1,600"
     assert drawn["held-out, at intervals"] == [(500, 7.5), (1000, 6.125), (1500, 6.25)]
     assert drawn["held-out, final evaluation of all samples"] == [(1600, 6.3125)]

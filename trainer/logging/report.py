@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .15em 1e
 td + td {{ font-variant-numeric: tabular-nums }} svg {{ width: 100%; height: auto }} pre {{ white-space: pre-wrap }}
 </style></head><body><h1>{title}</h1>{plots}{caption}{sections}</body></html>
 """
-CAPTION = """<p>Training: the loss of single steps, pale, and its running mean. Held-out: text or samples
-that are not trained on, of which an evaluation at an interval may take a part and the final one takes
-all; so the final point may lie above or below the line before it.</p>"""
+CAPTION = """<p>The pale line is the loss of each logged step, and the full one its running mean. Held-out
+samples are never trained on. An evaluation at an interval may take a part of them, and the final one takes
+all, so the diamond may lie above or below the line before it.</p>"""
+GRADIENT_NORM = "train/grad_norm"
 MEAN_SHARE = 1 / 20  # of a run's logged steps, whose mean is its first or last training loss
 
 PALE_BLUE = "#c9d7ea"
@@ -120,12 +122,13 @@ def choose_unit(tokens: float) -> tuple[str, float]:
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
     """Returns running means over a window of `share` of the points.
 
-    The window is shorter at the beginning.
+    Near the beginning it is the last quarter of the points so far, because a mean over all of them
+    would lie far above a loss that falls.
     """
-    width = max(1, int(share * len(values)))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - width, 0)
+    widths = np.maximum(np.minimum(ends // 4, int(share * len(values))), 1)
+    starts = ends - widths
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
@@ -166,8 +169,8 @@ def _summarize(records: Records) -> dict[str, str]:
         rows["peak memory"] = f"{memory:.2f} GB"
     if valid:
         best = min(valid, key=lambda record: record["valid/loss"])
-        rows["best validation loss"] = f"{best['valid/loss']:.4f} at step {best['step']:,.0f}"
-        rows["last validation"] = _list_values(valid[-1], "valid/")
+        rows["best held-out loss"] = f"{best['valid/loss']:.4f} at step {best['step']:,.0f}"
+        rows["last held-out evaluation"] = _list_values(valid[-1], "valid/")
     if final:
         rows["final evaluation"] = _list_values(final[-1], "final/")
     return rows
@@ -227,7 +230,7 @@ def _draw_plots(records: Records) -> str:
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
     train = _select(records, "train")
-    shown = [("train/lr", "learning rate"), ("train/grad_norm", "grad norm")]
+    shown = [("train/lr", "learning rate"), (GRADIENT_NORM, "gradient norm")]
     if any("train/router/load" in record for record in train):
         shown.append(("train/router/load", "expert load"))
     figure = Figure(figsize=(8, 3.7 + 0.9 * len(shown)))
@@ -255,7 +258,15 @@ def _draw_plots(records: Records) -> str:
         values = [record[name] for record in logged] or [0]
         axes.plot(steps, values, color=RED)
         axes.set_ylabel(label)
+        if name == GRADIENT_NORM and 10 < max(values) < math.inf:
+            # One early step has many times the norm of all others, so the axis is linear below 1
+            # and logarithmic above.
+            decades = [10**power for power in range(math.ceil(math.log10(max(values))))]
+            axes.set_yscale("asinh", linear_width=1.0)
+            axes.set_ylim(bottom=0)
+            axes.set_yticks([0, *decades], [f"{tick:,}" for tick in (0, *decades)])
     others[-1].set_xlabel("step")
+    others[-1].xaxis.set_major_formatter("{x:,.0f}")
     for axes in (loss, *others):
         axes.grid(alpha=0.3)
 
