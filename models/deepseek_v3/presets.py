@@ -1,5 +1,8 @@
 """Lists the released sizes of DeepSeek-V3 and Moonlight under Hugging Face's names, and a size for a
 first run.
+
+The sizes are those of config.json in deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and
+moonshotai/Moonlight-16B-A3B.
 """
 
 from __future__ import annotations

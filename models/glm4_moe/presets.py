@@ -1,4 +1,7 @@
-"""Lists the released sizes of GLM-4.5 under Hugging Face's names, and a size for a first run."""
+"""Lists the released sizes of GLM-4.5 under Hugging Face's names, and a size for a first run.
+
+The sizes are those of config.json in zai-org/GLM-4.5-Air, zai-org/GLM-4.5 and zai-org/GLM-4.6.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ PUBLISHED = {
         "beta1": 0.9, "beta2": 0.95, "clip_grad": 1.0, "router_bias_update_rate": 0.001,
     },
     "glm-4.5-air": {"lr": 2.5e-4, "weight_decay": 0.1, "sequence_length": 4096, "router_bias_update_rate": 0.001},
-    "nllb-moe-54b": {"lr": 2e-3, "warmup_steps": 8000, "train_steps": 300_000, "router_aux_loss_coef": 0.01},
+    "nllb-moe-54b": {"lr": 2e-3, "warmup_steps": 8000, "train_steps": 300_000, "router_aux_loss_coef": 0.01,
+                     "beta2": 0.98, "adam_eps": 1e-6, "clip_grad": 0.0},
     "mt5-libai": {
         "sequence_length": 512, "target_length": 128, "micro_batch_size": 16, "lr": 1e-4, "weight_decay": 0.01,
         "beta1": 0.9, "beta2": 0.999, "clip_grad": 1.0, "tf32": True, "optimizer": "adamw",
