@@ -222,6 +222,7 @@ REFUSED = [
     ({"offload_optimizer": True}, "offload_optimizer"),
     ({"optimizer": "muon"}, "optimizer='muon'"),
     ({"precision": "fp16"}, "precision='fp16'"),
+    ({"torch_compile": True}, "torch_compile"),
 ]
 
 
