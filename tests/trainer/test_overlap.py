@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -46,25 +47,34 @@ class Exchanges(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def small_buckets():
+    """Buckets of about a layer, while no gradient counts as a large one, which DDP would not exchange."""
+    from shardzoo.trainer.engines import buckets, ddp_engine
+
+    assert ddp_engine.SMALLEST > 50_000
+    smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
+    try:
+        yield
+    finally:
+        buckets.SMALLEST = smallest
+
+
 def exchanges(mesh, how, precision, micro_batches):
     """The events of a step's backward passes; how many elements of which types are exchanged; how many are trained."""
     from shardzoo.mpu import dropout_state
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.engines import buckets
     from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
     from shardzoo.trainer.launch.ranks import Ranks
 
-    smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
-    try:
+    with small_buckets():
         arguments = TrainingArguments(
             **how, precision=precision, gradient_accumulation_steps=micro_batches
         )
         model = native_t5(None).to(torch.bfloat16 if precision == "bf16" else torch.float32)
         watch = Exchanges(model)
         engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
-    finally:
-        buckets.SMALLEST = smallest
     ids = torch.arange(8).view(1, 8) + 2 + mesh.dp_rank
     dropout_state.set(0, mesh.dp_rank)
 
@@ -109,15 +119,10 @@ def test_gradients_are_exchanged_while_others_are_computed(how, precision, run_m
 
 def first_norm(mesh, folder, arguments):
     """The loss and the gradient norm of a step of one process, or of ranks with small buckets."""
-    from shardzoo.trainer.engines import buckets
-
-    smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
-    try:
+    with small_buckets():
         [step], _ = run_training(
             mesh, folder, model=native_t5, global_batch_size=8, train_steps=1, **arguments
         )
-    finally:
-        buckets.SMALLEST = smallest
     return step["loss"], step["grad_norm"]
 
 
