@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from shardzoo.models import find_config
 from shardzoo.models.config import ModelConfig
@@ -88,31 +89,27 @@ def table(curves: dict[str, dict[int, dict[str, Any] | None]]) -> str:
 
 
 def draw(curves: dict[str, dict[int, dict[str, Any] | None]], device: str, path: Path) -> None:
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for name, curve in curves.items():
         fitting = {devices: row for devices, row in curve.items() if row}
-        left.plot([*fitting], [row["MFU"] for row in fitting.values()], "o-", label=name)
-        middle.plot([*fitting], [row["days"] for row in fitting.values()], "o-", label=name)
-        right.plot(
-            [*fitting],
-            [row["useful"] * row["stragglers"] for row in fitting.values()],
-            "o-",
-            label=name,
-        )
-    titles = (
-        "MFU of the fastest layout",
-        "days for 300 billion tokens",
-        "share kept with stragglers and failures",
-    )
-    for axes, title in zip((left, middle, right), titles, strict=True):
-        axes.set(title=title, xlabel=device, xscale="log")
+        rows = fitting.values()
+        kept = [100 * row["useful"] * row["stragglers"] for row in rows]
+        left.plot([*fitting], [100 * row["MFU"] for row in rows], "o-", label=name)
+        middle.plot([*fitting], [row["days"] for row in rows], "o-", label=name)
+        right.plot([*fitting], kept, "o-", label=name)
+    left.set(title="MFU of the fastest layout", ylabel="% of the peak arithmetic", ylim=(0, None))
+    middle.set(title="Time for 300 billion tokens", ylabel="days", yscale="log")
+    right.set(title="Speed left by stragglers and failures", ylabel="%")
+    middle.yaxis.set_major_formatter("{x:,g}")
+    for axes in (left, middle, right):
+        axes.set(xlabel=f"devices ({device.upper()})", xscale="log")
+        axes.set_xticks(DEVICES[::2], [f"{devices:,}" for devices in DEVICES[::2]])
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
-    middle.set_yscale("log")
-    left.set_ylim(bottom=0)
     left.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:

@@ -72,13 +72,13 @@ REASONS = {
     "training step over data-parallel ranks: seconds": "four ranks take turns on two cores",
 }
 """Why a cost may grow faster than expected."""
-SHOWN = (
-    "training step over length",
-    "training step over width",
-    "training step over tensor-parallel ranks",
-    "a corpus over tokens",
-)
-"""Whose values are drawn, too."""
+SHOWN = {
+    "training step over length": "tokens of a sequence",
+    "training step over width": "width",
+    "conversion over layers": "layers",
+    "a corpus over tokens": "tokens of the corpus",
+}
+"""What is drawn, and what its sizes are."""
 BASE = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8192, "n_positions": 2048}
 SHAPE = {"batch": 4, "length": 256, "accumulation": 1}
 Values = dict[str, float]
@@ -590,65 +590,44 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws the exponents of all costs beside the expected ones, and the measured values of a few."""
-    figure = Figure(figsize=(13, 10), layout="constrained")
-    grid = figure.add_gridspec(len(SHOWN), 2, width_ratios=(3, 2))
-    draw_exponents(figure.add_subplot(grid[:, 0]), results)
-    shown = [title for title in SHOWN if title in results]
-    for row, title in enumerate(shown):
-        draw_values(figure.add_subplot(grid[row, 1]), title, results[title])
+    """Draws the measured values of a few costs beside the expected slopes."""
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    panels = figure.subplots(2, 2).ravel()
+    for axes, (title, sizes) in zip(panels, SHOWN.items(), strict=True):
+        if title in results:
+            draw_values(axes, title, sizes, results[title])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=90)
 
 
-def draw_exponents(axes: Axes, results: dict[str, Any]) -> None:
-    """Draws a row for each cost: a circle where its exponent is expected, and a dot where it is."""
-    rows = [
-        (f"{title}: {name}", row["expected"], row["exponent"])
-        for title, figures in results.items()
-        for name, row in figures.items()
-    ]
-    names, expected, found = zip(*rows, strict=True)
-    places = np.arange(len(rows))
-    too_fast = np.array(found) > np.array(expected) + MARGIN
-    axes.hlines(places, expected, found, color="tab:gray", linewidth=1)
-    axes.plot(expected, places, "o", markerfacecolor="white", color="tab:gray", label="expected")
-    axes.plot(
-        np.array(found)[~too_fast], places[~too_fast], "o", color="tab:blue", label="measured"
-    )
-    axes.plot(
-        np.array(found)[too_fast],
-        places[too_fast],
-        "D",
-        color="tab:red",
-        label=f"measured, more than {MARGIN} above",
-    )
-    axes.set_yticks(places, names, fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set(title="How costs grow: the exponent a of c · n^a", xlabel="exponent")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
-
-
-def draw_values(axes: Axes, title: str, figures: dict[str, Any]) -> None:
+def draw_values(axes: Axes, title: str, unit: str, figures: dict[str, Any]) -> None:
     """Draws values relative to the smallest size as dots, and a line of the expected slope."""
     for name, row in figures.items():
         sizes = np.array(row["sizes"], float)
         scaled = np.array(row["values"]) / row["values"][0]
-        (dots,) = axes.plot(sizes, scaled, "o", label=name)
+        quantity = name.removesuffix(" s")
+        label = f"{quantity}: exponent {row['exponent']:.2f}, expected {row['expected']:.2f}"
+        (dots,) = axes.plot(sizes, scaled, "o", label=label)
         middle = np.exp(np.log(scaled).mean() - row["expected"] * np.log(sizes).mean())
         axes.plot(sizes, middle * sizes ** row["expected"], "--", color=dots.get_color(), alpha=0.6)
-    axes.set(title=title, xscale="log", yscale="log", ylabel="relative to the smallest")
+    axes.set(title=title[0].upper() + title[1:], xlabel=unit, ylabel="relative to the smallest")
+    axes.set(xscale="log", yscale="log")
     sizes = next(iter(figures.values()))["sizes"]
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xticks(sizes, [readable(size) for size in sizes])
     axes.xaxis.set_minor_formatter(NullFormatter())
     low, high = axes.get_ylim()
     if high < 10 * low:  # too few powers of ten for a scale
         axes.set_yscale("linear")
     else:
         axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_ylim(top=high * (high / low) ** 0.35)  # room for the legend
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=9, loc="upper left")
+
+
+def readable(size: float) -> str:
+    """Returns a size as it stands below an axis: 2,048, or 10 M."""
+    return f"{size / 1e6:,g} M" if size >= 1e6 else f"{size:,g}"
 
 
 def main() -> int:
@@ -665,7 +644,7 @@ def main() -> int:
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     Console(width=150).print(table(results))
-    if arguments.plots:
+    if arguments.plots:  # with `--parts` and no name, what the file holds is drawn anew
         draw(results, arguments.plots)
     rows = {
         f"{title}: {name}": row

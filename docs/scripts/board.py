@@ -16,7 +16,7 @@ from shardzoo.cli.board.command import Board, make_server
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 VIEWS = {
-    "board.png": ("", "1280,1120"),
+    "board.png": ("", "1280,1040"),
     "board_shards.png": ("#layout-0", "1280,720"),
 }  # file -> (address, window)
 
@@ -38,7 +38,7 @@ def main(runs: list[str]) -> int:
         board = f"http://127.0.0.1:{server.server_address[1]}/"
         report = (Path(runs[0]) / "report.html").resolve().as_uri()
         pictures = {name: (board + view, window) for name, (view, window) in VIEWS.items()}
-        for name, (url, window) in {**pictures, "report.png": (report, "900,1160")}.items():
+        for name, (url, window) in {**pictures, "report.png": (report, "900,1190")}.items():
             options = [
                 f"--screenshot={PICTURES / name}",
                 f"--window-size={window}",

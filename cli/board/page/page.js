@@ -140,7 +140,7 @@ function runRow(run, number) {
     run.step, last["train/samples"], last["train/mean_loss"], last["valid/loss"], last["final/loss"],
     last["train/tokens_per_second"], memory(last),
   ];
-  const kept = checkpoints.length ? `${checkpoints.length}, last ${checkpoints.at(-1)}` : "none";
+  const kept = checkpoints.length ? `${checkpoints.length}, last ${shown(checkpoints.at(-1))}` : "none";
   row.append(name, ...[...values.map(shown), kept, run.best ?? "–"].map((text) => element("td", text)), shards);
   return row;
 }
@@ -212,7 +212,7 @@ function look(at) {
 async function drawLayout(number, name) {
   const section = byId("layout");
   const found = await (await fetch(`layout?run=${number}`)).json();
-  const note = found.error ?? `step ${found.step}, ${found.ranks} tensor-parallel ranks`;
+  const note = found.error ?? `step ${shown(found.step)}, ${found.ranks} tensor-parallel ranks`;
   section.replaceChildren(element("h2", `Shards of ${name}: ${note}`));
   if (found.error) return;
   const table = document.createElement("table"), head = document.createElement("tr");
