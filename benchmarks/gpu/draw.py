@@ -1,6 +1,7 @@
 """Draws how fast training steps are on a GPU beside transformers', from the reports of benchmarks/gpu.sh.
 
-    python benchmarks/gpu/draw.py benchmarks/results/gpu_h200.json --plot docs/curves/gpu_steps.png
+    python benchmarks/gpu/draw.py benchmarks/results/gpu_h200_first.json benchmarks/results/gpu_h200_second.json \
+        --plot docs/curves/gpu_steps.png
 
 If several reports are given, a row of a later one replaces that of an earlier one.
 """
@@ -33,6 +34,7 @@ NAMES = {
     "gpt2-64": "GPT-2 small, 1 × 64",
     "t5-64": "T5-base, 1 × (64 + 64)",
 }
+COVER = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of the line at 1
 Milliseconds = dict[tuple[str, str, str], float]
 
 
@@ -60,7 +62,9 @@ def draw(axes: Axes, milliseconds: Milliseconds) -> None:
             theirs, ours = milliseconds[name, THEIRS, mode], milliseconds[name, OURS, mode]
             axes.barh(at + offset, theirs / ours, 0.36, color=COLORS[mode], label=MODES[mode])
             text = f"{theirs / ours:.2f} ×  ({theirs:.0f} → {ours:.0f} ms)"
-            axes.text(theirs / ours + 0.03, at + offset, text, va="center", fontsize=8)
+            axes.text(
+                theirs / ours + 0.03, at + offset, text, va="center", fontsize=8.5, bbox=COVER
+            )
     axes.axvline(1.0, color="gray", linewidth=1)
     axes.set_yticks(range(len(names)), [NAMES[name] for name in reversed(names)])
     axes.set_xlabel("times as fast as transformers with SDPA")
@@ -76,7 +80,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()
     gpu, milliseconds = read(options.reports)
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(10, 5.8), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(f"Training steps on one {gpu.removeprefix('NVIDIA ')}, bf16 but for LiBai's")
     draw(axes, milliseconds)
