@@ -26,7 +26,7 @@ from .blocks.lora import LINEARS, attach
 from .blocks.stack import BlockList
 from .for_transformers import Output
 from .loading import from_pretrained
-from .lora import import_peft
+from .lora import import_peft, list_stacked_experts
 from .mapping import NativeModel, compute_stacked_ranges
 from .outputs import ModelOutput
 from .split_peft import SplitPeftModel
@@ -71,7 +71,9 @@ class Piece:
         attribute: weight or bias.
         native: The name of the zoo's parameter.
         rows: The range of the zoo's parameter along `dim`.
-        transposed: Whether the tree has the weight as [in, out].
+        transposed: Whether the tree has the weight, or that of each expert, transposed.
+        experts: The number of experts whose matrices or vectors the tree has in one parameter,
+            [E, ...], and the zoo one after the other; 0 for others.
     """
 
     path: str
@@ -81,14 +83,23 @@ class Piece:
     dim: int
     rows: tuple[int, int]
     transposed: bool
+    experts: int = 0
 
     def view(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter of the zoo, as the tree shows it."""
         start, stop = self.rows
         part = parameter.detach()
-        if part.dim():
+        if self.experts:
+            part = part.unflatten(0, (self.experts, -1))
+        elif part.dim():
             part = part.narrow(self.dim, start, stop - start)
-        return part.t() if self.transposed else part
+        return part.mT if self.transposed else part
+
+    def restore(self, value: Tensor) -> Tensor:
+        """Reverses `view`, of any value in the shape that the tree shows."""
+        if self.transposed:
+            value = value.mT
+        return value.flatten(0, 1) if self.experts else value
 
 
 class PeftAdapter(nn.Module):
@@ -110,13 +121,17 @@ class PeftAdapter(nn.Module):
         self.enabled = True  # peft's own layers know when they are disabled
 
     def forward(self, x: Tensor, output: Any) -> Any:
-        tuner_layer = import_peft().tuners.tuners_utils.BaseTunerLayer
+        peft = import_peft()
+        tuner_layer = peft.tuners.tuners_utils.BaseTunerLayer
+        wrapper = peft.tuners.lora.layer.ParamWrapper
         several = not isinstance(output, Tensor)
         parts: list[Tensor] = []
         changed = False
         for piece, start, stop in self.places:
             own = output[start] if several else output[..., start:stop]
-            adapted = self.find(piece.path)
+            adapted: Any = self.find(piece.path)
+            while isinstance(adapted, wrapper):  # It changes the parameter, as `_read_value` does.
+                adapted = adapted.base_layer
             if isinstance(adapted, tuner_layer):
                 changed = True
                 leaf: Any = piece.module
@@ -203,11 +218,6 @@ class ModelForPeft(PreTrainedModel):
     def _build_tree(self, config: Any) -> None:
         """Takes the modules of transformers' model, and gives them the zoo's parameters."""
         native = self.native
-        if native.config.expert_count:
-            raise ValueError(
-                f"a {native.config.architecture} cannot be wrapped for peft, whose modules stack "
-                "experts in another way; shardzoo's own LoRA adapts its attention"
-            )
         described = NativeModel.from_config(native.config, native)
         with torch.device("meta"):
             theirs = getattr(transformers, native.config.architecture)(config)
@@ -223,14 +233,26 @@ class ModelForPeft(PreTrainedModel):
         entries = described.entries()
         parameters = dict(native.named_parameters())
         names = described.list_module_names().by_parameter
+        stacked = {f"{each.layer}.{each.weight}": each for each in list_stacked_experts(described)}
+        count = native.config.expert_count
         self._pieces: list[Piece] = []
         for name, entry in entries.items():
             spec = described.parameters[name]
-            ranges = compute_stacked_ranges(spec, entry)
-            for stored, rows in zip(names[name], ranges, strict=True):
-                path, _, attribute = stored.rpartition(".")
+            if name in stacked:
+                places = [f"{stacked[name].module}.{stacked[name].key}"]
+                ranges = [(0, spec.shape[0])]
+            else:
+                places = [self._find_place(stored) for stored in names[name]]
+                ranges = compute_stacked_ranges(spec, entry)
+            experts = count if name in stacked or entry.by_expert else 0
+            for place, rows in zip(places, ranges, strict=True):
+                path, _, attribute = place.rpartition(".")
                 module = self.get_submodule(path)
-                piece = Piece(path, module, attribute, name, spec.dim, rows, entry.transpose)
+                if attribute in module._buffers:  # Corrections of scores, which nothing trains.
+                    continue
+                piece = Piece(
+                    path, module, attribute, name, spec.dim, rows, entry.transpose, experts
+                )
                 self._pieces.append(piece)
                 viewed = nn.Parameter(piece.view(parameters[name]), parameters[name].requires_grad)
                 setattr(module, attribute, viewed)
@@ -256,6 +278,13 @@ class ModelForPeft(PreTrainedModel):
             raise ValueError(
                 f"a {type(native).__name__} has no parameter for {missing[0]} of transformers' model"
             )
+
+    def _find_place(self, stored: str) -> str:
+        """Returns where the tree has what files call `stored`."""
+        if _find_module(self, stored.rpartition(".")[0]) is not None:
+            return stored
+        # Mixtral's mixtures have another name in its files.
+        return stored.replace(".block_sparse_moe.", ".mlp.")
 
     def _watch_layers(self) -> None:
         """Gives the linear layers an adapter that asks the tree for peft's layers."""
@@ -341,7 +370,7 @@ class ModelForPeft(PreTrainedModel):
                     self.find_module(piece.path), piece.attribute, layer in self._watched
                 )
                 changed = changed or differs
-                parts.append(value.t() if piece.transposed else value)
+                parts.append(piece.restore(value))
             if not changed:
                 continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, pieces[0].dim)
@@ -367,8 +396,8 @@ class ModelForPeft(PreTrainedModel):
             inner = [name for name in replaced if "blocks." in name]
             if inner and any(getattr(part, "recompute_blocks", False) for part in runner.modules()):
                 raise ValueError(
-                    f"peft trains {inner[0].removeprefix('model.')} beside its factors, which cannot "
-                    "be combined with recomputed activations: leave gradient checkpointing out"
+                    f"peft changes {inner[0].removeprefix('model.')} itself, which cannot be "
+                    "combined with recomputed activations: leave gradient checkpointing out"
                 )
         return torch.func.functional_call(runner, replaced, (inputs, options))
 
@@ -541,6 +570,15 @@ def _read_value(module: Any, attribute: str, is_watched: bool) -> tuple[Tensor, 
         if not module._hasattr_wrapped(attribute, module._modules):
             return _read_value(module.original_module, attribute, is_watched)
         return getattr(module, attribute), True
+    if isinstance(module, peft.tuners.lora.layer.ParamWrapper):
+        value, differs = _read_value(module.base_layer, attribute, is_watched)
+        if module.parameter_name != attribute or module.disable_adapters or module.merged:
+            return value, differs
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A:
+                value = value + module.get_delta_weight(adapter)
+                differs = True
+        return value, differs
     if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
         value, differs = _read_value(module.get_base_layer(), attribute, is_watched)
         if is_watched or attribute != "weight" or module.disable_adapters or module.merged:
@@ -551,7 +589,7 @@ def _read_value(module: Any, attribute: str, is_watched: bool) -> tuple[Tensor, 
             dropout = module.lora_dropout[adapter]
             is_head = not isinstance(module.get_base_layer(), nn.Embedding)
             if is_head and module.training and getattr(dropout, "p", 0):
-                raise ValueError("LoRA on an output head needs lora_dropout=0")
+                raise ValueError("LoRA on experts or on an output head needs lora_dropout=0")
             if module.use_dora.get(adapter):
                 raise ValueError(
                     "DoRA adapts linear layers of the blocks, no embedding and no head"

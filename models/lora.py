@@ -430,17 +430,7 @@ def _choose_experts(native: NativeModel, config: Any) -> tuple[ExpertParameter, 
             f"LoRA: lora_dropout={config.lora_dropout} does not work with target_parameters, whose "
             "factors are added to the experts' matrices; use 0"
         )
-    known: list[ExpertParameter] = []
-    for name, entry in native.entries().items():
-        layer, _, weight = name.rpartition(".")
-        # transformers stacks the matrices of experts with gates.
-        if f"{layer}.gate_up" not in native.parameters or weight not in EXPERT_PARAMETERS:
-            continue
-        if not layer.endswith(".experts"):
-            continue
-        mixture = native.to_hf_name(entry.stored_names()[0]).partition(".experts.")[0]
-        module = f"{mixture.rpartition('.')[0]}.mlp.experts"
-        known.append(ExpertParameter(layer, weight, module))
+    known = list_stacked_experts(native)
     names = {parameter: f"{parameter.module}.{parameter.key}" for parameter in known}
     for target in targets:
         if not any(_is_part(target, name) for name in names.values()):
@@ -460,6 +450,21 @@ def _choose_experts(native: NativeModel, config: Any) -> tuple[ExpertParameter, 
         later = [other for other in found[number + 1 :] if other.layer == parameter.layer]
         chosen.append(replace(parameter, nesting=len(later)))
     return tuple(chosen)
+
+
+def list_stacked_experts(native: NativeModel) -> list[ExpertParameter]:
+    """Returns the matrices of experts that transformers stacks too, as it does those with gates."""
+    known: list[ExpertParameter] = []
+    for name, entry in native.entries().items():
+        layer, _, weight = name.rpartition(".")
+        if f"{layer}.gate_up" not in native.parameters or weight not in EXPERT_PARAMETERS:
+            continue
+        if not layer.endswith(".experts"):
+            continue
+        mixture = native.to_hf_name(entry.stored_names()[0]).partition(".experts.")[0]
+        module = f"{mixture.rpartition('.')[0]}.mlp.experts"
+        known.append(ExpertParameter(layer, weight, module))
+    return known
 
 
 def _make_expert_adapter(

@@ -42,6 +42,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
         {"tie_word_embeddings": False},
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            "target_modules": ["q_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+        },
+        {},
+    ),
+    "gpt_oss": ("GptOssForCausalLM", {"target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}, {}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {"target_modules": ["kv_b_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {},
+    ),
+    "switch": ("SwitchTransformersForConditionalGeneration", {"target_modules": ["q", "wi"]}, {}),
+    "llama, a weight": ("LlamaForCausalLM", {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]}, {}),
 }  # fmt: skip
 
 
