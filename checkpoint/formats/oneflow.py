@@ -49,6 +49,15 @@ class _Array(_Inert):
     """A numpy array: its state is (version, shape, type, column-major, bytes)."""
 
 
+def _from_buffer(raw: Any, kind: Any, shape: Any, order: Any, *_: Any) -> _Array:
+    """Returns a numpy array that was pickled by protocol 5, Python's own since 3.14, whose bytes
+    come first.
+    """
+    array = _Array()
+    array.state = (1, shape, kind, order != "C", bytes(raw) if isinstance(raw, bytearray) else raw)
+    return array
+
+
 class _ElementType(_Inert):
     """A numpy dtype: its first argument is the name, and its state's second value the byte order."""
 
@@ -64,6 +73,8 @@ class _Unpickler(pickle.Unpickler):
             return OrderedDict
         if full in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
             return _Array
+        if full in ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"):
+            return _from_buffer
         if full == "numpy.ndarray":
             return _Inert
         if full == "numpy.dtype":

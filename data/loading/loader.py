@@ -5,7 +5,9 @@ The loader resumes from a single number: how many samples all ranks have consume
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -23,6 +25,19 @@ class Samples(Protocol):
     """Maps a sample number to a sample; endless unless the loader is given a total."""
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def choose_worker_start(num_workers: int) -> str | None:
+    """Returns how a loader starts its processes; None leaves it to Python.
+
+    Python 3.14 starts them by a fork server unless it is told otherwise, to which datasets are
+    pickled: a generator or a lambda cannot be. They are forked, as by older ones, unless the
+    program has chosen "spawn".
+    """
+    is_new = sys.version_info >= (3, 14)
+    if num_workers and is_new and multiprocessing.get_start_method(allow_none=True) != "spawn":
+        return "fork"
+    return None
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,7 @@ class ResumableLoader:
             self._ordered,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=self.num_workers,
+            multiprocessing_context=choose_worker_start(self.num_workers),
             collate_fn=self.collate,
             # Without a generator of its own, the loader would advance the one of the caller's
             # dropout.

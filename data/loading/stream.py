@@ -29,7 +29,7 @@ from ..text.documents import OnBad, describe, fail_on_bad, name_source
 from ..text.records import BadRecord, check_text, read_chunk
 from ..text.sources import Source, plan_chunks
 from .collate import CollateFunction, PadBatch
-from .loader import Share, seed_generators
+from .loader import Share, choose_worker_start, seed_generators
 
 UNSHUFFLED_WINDOW = 256
 
@@ -374,6 +374,7 @@ class StreamLoader(ABC):
             _WorkerBatches(self),
             batch_size=None,
             num_workers=self.num_workers,
+            multiprocessing_context=choose_worker_start(self.num_workers),
             generator=torch.Generator(),
         )
         for batch, consumed, bookmark in loader:

@@ -116,7 +116,10 @@ def write_checkpoint(folder, state, form):
             data[name] = Tensor(
                 {"data": values, "dtype": Tensor({"name": "float32"}), "device": "cpu"}
             )
-    content = pickle.dumps({"protocol_version": 1, "__oneflow__": None, "data": data})
+    content = pickle.dumps(
+        {"protocol_version": 1, "__oneflow__": None, "data": data},
+        protocol=5 if form == "file of protocol 5" else 4,  # the defaults of Python 3.14 and 3.8
+    )
     (path / "pickled_data" if form == "folders" else path).write_bytes(content)
 
 
@@ -124,7 +127,7 @@ def convert(source, destination, config):
     return main(["convert", "merge", str(source), str(destination), "--config", str(config)])
 
 
-@pytest.mark.parametrize("form", ["file", "folders", "snapshot"])
+@pytest.mark.parametrize("form", ["file", "file of protocol 5", "folders", "snapshot"])
 def test_transformers_computes_the_same_with_the_converted_folder(
     form, model, tensor_class, tmp_path, capsys
 ):
