@@ -69,7 +69,8 @@ PRELOADED = [
 HARMLESS = re.compile(
     r"(TORCH_NCCL_|LOCAL_|CROSS_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|PYTEST_|SHARDZOO_|MAKE|MFLAGS)\w*"
     r"|ARGS|VENV|TMPDIR|RANK|WORLD_SIZE|COLUMNS|LINES|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE|CUDA_VISIBLE_DEVICES|PATH|PWD|OLDPWD|SHLVL|_"
-    r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"  # set by torch itself
+    # These are set by libraries themselves, in the process of the tests.
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR|TOKENIZERS_PARALLELISM"
 )
 SPARES = 6  # of each program that is no rank of a job
 MESSAGE = 1 << 20
@@ -248,7 +249,8 @@ def serve(path: str, baseline: dict[str, str]) -> tuple[dict, list[int]]:
                     continue
                 request[0]["run"] = run_of(request[0]["words"], request[0]["environment"], baseline)
                 if request[0]["run"] is None:
-                    connection.send(b"no")
+                    with contextlib.suppress(OSError):  # it was killed just now
+                        connection.send(b"no")
                     connection.close()
                 else:
                     pid = fork()
@@ -262,7 +264,7 @@ def serve(path: str, baseline: dict[str, str]) -> tuple[dict, list[int]]:
                     selector.register(connection, selectors.EVENT_READ)
                 for file in request[1]:
                     os.close(file)
-            else:
+            elif source in programs:  # it may have ended just now
                 numbers = source.recv(100)
                 for number in numbers or [signal.SIGKILL]:
                     os.kill(programs[source], number)
@@ -279,7 +281,8 @@ def _report_ends(programs: dict[socket.socket, int], selector: selectors.BaseSel
         del programs[connection]
         if connection in selector.get_map():
             selector.unregister(connection)
-            connection.send(array.array("i", [status]).tobytes())
+            with contextlib.suppress(OSError):  # the stand-in was killed just now
+                connection.send(array.array("i", [status]).tobytes())
         connection.close()
 
 

@@ -98,7 +98,8 @@ def a_huge_id(folder: Path) -> Path:
     [
         (lambda folder: folder / "missing", "missing does not exist; name a folder of small files"),
         (a_file, "f is not a folder; name a folder"),
-        (lambda folder: "a" * 300, "cannot read a+: File name too long"),
+        # To Python 3.14 a path with too long a name does not exist.
+        (lambda folder: "a" * 300, "cannot read a+: File name too long|a+ does not exist"),
         (lambda folder: f"{folder}\0", "does not exist; name a folder"),
         (lambda folder: "", "must be the path of a folder, not ''"),
         (lambda folder: ["tokenizer.json"], "must be the path of a folder, not"),
