@@ -492,14 +492,20 @@ def test_a_browser_follows_runs(tmp_path):
     runs = make_run(tmp_path / "a", range(5000)), make_run(tmp_path / HOSTILE, range(1, 900, 3))
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write(lines([3], HOSTILE) + lines([4, 8], "valid/loss"))
+        file.write(lines([4], "train/mfu", lambda step: 0.25) + lines([4], "train/samples"))
+        file.write(lines([4], "train/router/load/0"))
     with served(*runs) as url, Browser(tmp_path / "profile") as page:
         page.open(url)
-        page.wait("plots.size === 3")
+        page.wait("plots.size === 5")
         assert page.evaluate("document.querySelectorAll('#runs td').length") == 22
         assert HOSTILE in page.evaluate("document.getElementById('runs').textContent")
         assert page.evaluate("[...document.querySelectorAll('h2')].map((h) => h.textContent)") == [
             "training loss (nats per target token)", "held-out loss (nats per target token)", HOSTILE,
+            "share of the device's peak arithmetic (%)", "layer 0: rows of the busiest expert (1 is the mean of all)",
         ]  # fmt: skip
+        assert page.evaluate("plots.get('train/mfu').plot.data[2][0]") == 25
+        assert page.evaluate("document.querySelector('#layers h2').textContent").startswith("layer")
+        assert page.evaluate("document.getElementById('all').hidden")
         drawn = (
             "{const c = document.querySelector('canvas'), "
             "d = c.getContext('2d').getImageData(0, 0, c.width, c.height)"
@@ -521,6 +527,7 @@ def test_a_browser_follows_runs(tmp_path):
         assert page.evaluate(f"{LOSS}.data[0]") == list(
             range(page.evaluate("Math.ceil(range[0])"), page.evaluate("Math.floor(range[1])") + 1)
         )
+        assert not page.evaluate("document.getElementById('all').hidden")
         page.evaluate("document.getElementById('all').click()")
         page.wait(f"{LOSS}.data[0][0] === 0")
         page.evaluate("document.querySelector('input').click()")

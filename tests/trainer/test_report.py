@@ -10,10 +10,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardzoo.trainer.logging.provenance import command_line, git_commit, hardware, versions
-from shardzoo.trainer.logging.report import plot_loss, write_report
+from shardzoo.trainer.logging.report import plot_loss, smoothed, write_report
 from shardzoo.trainer.logging.trackers import TensorBoard, TrackedRun
 from shardzoo.trainer.run_folder import RunFolder
 
@@ -110,6 +111,14 @@ def test_the_report_and_both_plots_end_with_the_last_logged_values(tmp_path, mon
     assert drawn["held-out, final evaluation of all samples"] == [(3.2, 6.3125)]
     assert [y for _, y in drawn["entropy of spans"]] == [5.5, 5.5]
     assert drawn["texts"] == ["6.3125"]
+
+
+def test_a_running_mean_does_not_lag_behind_the_first_steps():
+    """It goes over a share of the points, and near the beginning over the last quarter of those so far."""
+    values = np.linspace(8, 4, 1000) ** 2
+    for at, mean in enumerate(smoothed(values), 1):
+        width = max(1, min(at // 4, 20))
+        assert mean == pytest.approx(values[at - width : at].mean())
 
 
 def test_the_report_averages_the_losses_that_were_logged_as_means(tmp_path):
