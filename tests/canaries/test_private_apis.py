@@ -651,7 +651,7 @@ def test_every_private_name_has_a_canary():
     }  # fmt: skip
     # Of long standing and documented, in a benchmark alone, or the name of a logger.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
-                "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames",
+                "_inductor", "_core", "_local", "_reconstruct", "_frombuffer", "_replace", "_asdict", "_current_frames",
                 "_apply", "_pytree", "_fields"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
