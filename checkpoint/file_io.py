@@ -19,7 +19,7 @@ from .dtypes import item_size
 from .stored_tensor import StoredTensor, StridedTensor, WidenedTensor, read_file_state
 
 ZEROS = bytes(1 << 16)
-RANGE_BYTES = 4 << 20  # that one request to a store asks for; they are in memory twice
+RANGE_BYTES = 2 << 20  # that one request to a store asks for; they are in memory twice
 SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
 
 

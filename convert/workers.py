@@ -24,10 +24,14 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from ..checkpoint.file_io import HashingWriter, OpenFiles
+from ..files.object_store import has_client
 from ..files.working_copies import open_for_reading
 from .copying import Digests, SinkFactory, TensorCopy, run_copy
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together
+# The same when a process has the client of an object store, whose modules, and the answers that it
+# is receiving, take as much.
+MEMORY_BESIDE_CLIENT = 16 << 20
 # A block as it is read, assembled, transposed or cast, and divided for the targets.
 BLOCKS_PER_THREAD = 5
 SMALLEST_BLOCK = 64 << 10  # bytes
@@ -35,7 +39,8 @@ SMALLEST_BLOCK = 64 << 10  # bytes
 
 def block_size(jobs: int) -> int:
     """Returns the bytes of the largest block that one of `jobs` threads or processes may hold."""
-    return max(SMALLEST_BLOCK, MEMORY // (BLOCKS_PER_THREAD * jobs))
+    memory = MEMORY_BESIDE_CLIENT if has_client() else MEMORY
+    return max(SMALLEST_BLOCK, memory // (BLOCKS_PER_THREAD * jobs))
 
 
 def run_copies(

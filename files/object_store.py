@@ -19,6 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from .s3_upload import upload_in_parts
+
 # The package that each store needs, and the extra of shardzoo that installs it.
 PACKAGES = {
     "s3": ("s3fs", "s3"),
@@ -36,9 +38,7 @@ STORES = "s3://, gs://, abfs://, hf:// or memory://"
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):/+(?P<rest>.*)", re.DOTALL)
 # A name that means a store, also without its second slash. A scheme of one letter means none.
 _SCHEME = re.compile(r"[a-z][a-z0-9+-]+")
-# Bytes of a part of an upload; a few parts are in memory at a time.
-PART_BYTES = 5 << 20  # the least that S3 takes
-PARTS_AT_ONCE = 2
+PART_BYTES = 5 << 20  # of an upload; the least that S3 takes
 SECONDS_TO_ANSWER = 180
 MOST_PARTS = 9_000  # S3 allows 10,000
 # The packages whose errors are a store's, whatever their classes.
@@ -210,12 +210,15 @@ def upload(file: Path, url: str) -> None:
     """
     with _one_line(url):
         filesystem = _open_store(url)
-        options: dict[str, Any] = {}
-        if url.startswith(("s3", "gs", "gcs")):
-            options["chunksize"] = max(PART_BYTES, file.stat().st_size // MOST_PARTS)
-        if url.startswith("s3"):
-            options["max_concurrency"] = PARTS_AT_ONCE
-        filesystem.put_file(str(file), _strip(filesystem, url), **options)
+        path = _strip(filesystem, url)
+        size = file.stat().st_size
+        part_bytes = max(PART_BYTES, size // MOST_PARTS)
+        if url.startswith("s3") and size > part_bytes:
+            upload_in_parts(filesystem, file, path, part_bytes)
+        elif url.startswith(("gs", "gcs")):
+            filesystem.put_file(str(file), path, chunksize=part_bytes)
+        else:
+            filesystem.put_file(str(file), path)
 
 
 def download(url: str, file: Path) -> None:
@@ -233,6 +236,11 @@ def remove_object(url: str) -> None:
             filesystem.rm_file(_strip(filesystem, url))
         except FileNotFoundError:
             return
+
+
+def has_client() -> bool:
+    """Returns whether this process has reached a store, so that the store's client is in memory."""
+    return bool(_filesystems)
 
 
 def _strip(filesystem: Any, url: str) -> str:

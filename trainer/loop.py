@@ -219,7 +219,7 @@ class TrainingLoop:
             random=self.arguments.save_rng,
             extra_files=self.extra_files,
         )
-        self.reporter.saved(self.completed_steps, self.saver.save(snapshot))
+        self.saver.save(snapshot)
         self._saved_at = self.completed_steps
 
     def _catch_up_on_evaluation(self) -> None:

@@ -330,6 +330,7 @@ class Trainer:
         validate = partial(
             self.validate, engine.model, engine.module, valid_dataset, metrics, collate
         )
+        shown = reporter or self.make_reporter(point.step if point else 0, total_steps)
         loop = TrainingLoop(
             arguments=arguments,
             engine=engine,
@@ -345,8 +346,9 @@ class Trainer:
                 ranks,
                 arguments.save_total_limit,
                 seconds=2 * arguments.collective_timeout,
+                notify=shown.saved,
             ),
-            reporter=reporter or self.make_reporter(point.step if point else 0, total_steps),
+            reporter=shown,
             profiler=self._make_profiler(),
             total_steps=total_steps,
             extra_files=extras,

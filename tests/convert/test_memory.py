@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from math import prod
 
 import pytest
+from object_stores import needs_s3
+from s3_server import BUCKET, serve
 
 from shardzoo.checkpoint.safetensors_header import make_header
 
@@ -35,6 +38,30 @@ for name in sys.argv[1:]:
     ):
         assert main(["convert", *arguments]) == 0
     print_peak()
+"""
+
+# The same between folders of a store. The client is in memory from the first command on.
+STORE_PROGRAM = """
+import sys
+import torch
+
+def peak():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) >> 10
+
+bare = peak()
+from shardzoo.cli.main import main
+url, name = sys.argv[1:]
+for arguments in (
+    ["merge", name, f"{url}/{name}"],
+    ["split", f"{url}/{name}", f"{url}/{name}-2", "--tp", "2"],
+    ["reshard", f"{url}/{name}-2", f"{url}/{name}-3", "--tp", "3"],
+    ["verify", f"{url}/{name}-3", f"{url}/{name}"],
+    ["merge", f"{url}/{name}-3", f"{url}/{name}-1"],
+):
+    assert main(["convert", *arguments]) == 0
+    print("above torch:", arguments[0], peak() - bare)
 """
 
 
@@ -86,3 +113,27 @@ def test_the_peak_does_not_grow_with_the_model(tmp_path):
     assert after_small - bare <= BOUND
     assert after_large - bare <= BOUND
     assert after_large - after_small <= GROWTH
+
+
+@needs_s3
+@pytest.mark.before_release
+def test_the_peak_between_two_folders_of_a_store(tmp_path):
+    write_gpt2(tmp_path / "model", 6)
+    with serve() as server:
+        environment = {**os.environ, **server.variables}
+        environment["SHARDZOO_OBJECTS"] = str(tmp_path / "objects")
+        make_bucket = f"import s3fs; s3fs.S3FileSystem().mkdir('{BUCKET}')"
+        subprocess.run([sys.executable, "-c", make_bucket], env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", STORE_PROGRAM, f"s3://{BUCKET}", "model"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("above torch:")]
+    peaks = {words[2]: int(words[3]) for words in lines}
+    assert set(peaks) == {"merge", "split", "reshard", "verify"}
+    assert max(peaks.values()) <= BOUND, peaks

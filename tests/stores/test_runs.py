@@ -182,6 +182,24 @@ def test_a_model_within_a_run_is_read_only_when_it_is_complete(
     shardzoo.from_pretrained(f"{url}/hf")
 
 
+def test_a_step_is_called_saved_when_it_is_in_the_store(memory_bucket, monkeypatch):
+    from shardzoo.trainer.logging.reporter import RunReporter
+
+    url = f"{memory_bucket}/run"
+    notice = RunReporter.notice
+    found: dict[str, bool] = {}
+
+    def look(reporter, text: str) -> None:
+        notice(reporter, text)
+        step, _, folder = text.partition(": saved ")
+        if folder:
+            found[step] = find_object(f"{folder}/trainer_state.json") is not None
+
+    monkeypatch.setattr(RunReporter, "notice", look)
+    train(url, 5)
+    assert found == {"step 2": True, "step 4": True, "step 5": True}
+
+
 def test_the_board_follows_a_run(memory_bucket, gpt2_folder, tmp_path, monkeypatch, capsys):
     from shardzoo.cli.board import command, stored_run
     from shardzoo.cli.main import main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -29,15 +30,23 @@ class BackgroundSaver:
     nor the optimizer's state. An update must wait for it. The threads of the ranks use a separate
     process group, so that their collectives never interleave with those of training. An error in a
     thread is raised by the next call. `keep` is the number of checkpoints to keep; None keeps all.
-    `seconds` is how long a rank waits for the others, whose disks may be much slower.
+    `seconds` is how long a rank waits for the others, whose disks may be much slower. `notify` is
+    called by the first rank's writing thread with step and folder of each checkpoint that is
+    complete on disk, and in the store of a run that has its folder there.
     """
 
     def __init__(
-        self, run_folder: RunFolder, ranks: Ranks, keep: int | None, seconds: float = 3600.0
+        self,
+        run_folder: RunFolder,
+        ranks: Ranks,
+        keep: int | None,
+        seconds: float = 3600.0,
+        notify: Callable[[int, Path], None] = lambda step, folder: None,
     ) -> None:
         self.run_folder = run_folder
         self._ranks = ranks
         self._keep = keep
+        self._notify = notify
         self._group: Any = None
         if ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -54,18 +63,14 @@ class BackgroundSaver:
         self.copied = threading.Event()
         self.copied.set()
 
-    def save(self, snapshot: Snapshot) -> Path:
-        """Waits for the previous save, and starts this one.
-
-        Returns the folder of the checkpoint.
-        """
+    def save(self, snapshot: Snapshot) -> None:
+        """Waits for the previous save, and starts this one."""
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
         self.copied.clear()
         copy = self._copier.submit(snapshot.copy, self._buffers)
         copy.add_done_callback(lambda _: self.copied.set())
         self._saving = self._writer.submit(self._write, snapshot, folder, copy)
-        return folder
 
     @phase(SAVE)
     def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
@@ -114,6 +119,7 @@ class BackgroundSaver:
         if self._ranks.rank == 0:
             self._name_best(snapshot.state.step, snapshot.state.best)
             push(self.run_folder.path, at_once=False)
+            self._notify(snapshot.state.step, folder)
 
     def _name_best(self, step: int, best: dict[str, Any]) -> None:
         if best.get("step") == step:
