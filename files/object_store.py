@@ -134,6 +134,7 @@ def list_objects(url: str) -> dict[str, StoredObject]:
     """
     with _one_line(url):
         filesystem = _open_store(url)
+        _forget_listings(filesystem, url)
         root = _strip(filesystem, url)
         answer: Any = filesystem.find(root, detail=True)
         # adlfs answers with a list of one name, or of none.
@@ -154,6 +155,7 @@ def find_object(url: str) -> StoredObject | None:
     """Returns the object of a URL, or None if there is none."""
     with _one_line(url):
         filesystem = _open_store(url)
+        _forget_listings(filesystem, url)
         try:
             info = filesystem.info(_strip(filesystem, url))
         except FileNotFoundError:
@@ -172,7 +174,8 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     """Returns bytes [start, stop) of an object."""
     with _one_line(url):
         filesystem = _open_store(url)
-        return filesystem.cat_file(_strip(filesystem, url), start=start, end=stop)
+        options = _range_options(url)
+        return filesystem.cat_file(_strip(filesystem, url), start=start, end=stop, **options)
 
 
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -182,7 +185,8 @@ def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         starts = [start for start, _ in ranges]
         stops = [stop for _, stop in ranges]
         paths = [_strip(filesystem, url)] * len(ranges)
-        return filesystem.cat_ranges(paths, starts, stops, on_error="raise")
+        options = _range_options(url)
+        return filesystem.cat_ranges(paths, starts, stops, on_error="raise", **options)
 
 
 def write_object(url: str, content: bytes, *, create: bool = False) -> None:
@@ -246,6 +250,19 @@ def has_client() -> bool:
 def _strip(filesystem: Any, url: str) -> str:
     """Returns the name that a store has for a URL."""
     return filesystem._strip_protocol(url)
+
+
+def _forget_listings(filesystem: Any, url: str) -> None:
+    """Lets the next question ask the store: the Hub's file system keeps listings in spite of
+    `use_listings_cache=False`.
+    """
+    if url.startswith("hf"):
+        filesystem.invalidate_cache()
+
+
+def _range_options(url: str) -> dict[str, str]:
+    """Returns what keeps a client from reading ahead: the Hub's would fetch 5 MiB more than asked."""
+    return {"cache_type": "none"} if url.startswith("hf") else {}
 
 
 def _open_store(url: str) -> Any:
