@@ -31,7 +31,7 @@ from .copying import Digests, SinkFactory, TensorCopy, run_copy
 MEMORY = 40 << 20  # bytes of all threads' blocks together
 # The same when a process has the client of an object store, whose modules, and the answers that it
 # is receiving, take as much.
-MEMORY_BESIDE_CLIENT = 16 << 20
+MEMORY_BESIDE_CLIENT = 12 << 20
 # A block as it is read, assembled, transposed or cast, and divided for the targets.
 BLOCKS_PER_THREAD = 5
 SMALLEST_BLOCK = 64 << 10  # bytes

@@ -118,7 +118,7 @@ def test_the_peak_does_not_grow_with_the_model(tmp_path):
 @needs_s3
 @pytest.mark.before_release
 def test_the_peak_between_two_folders_of_a_store(tmp_path):
-    write_gpt2(tmp_path / "model", 6)
+    write_gpt2(tmp_path / "model", 3)
     with serve() as server:
         environment = {**os.environ, **server.variables}
         environment["SHARDZOO_OBJECTS"] = str(tmp_path / "objects")
