@@ -158,7 +158,7 @@ struct MatrixProduct {
   int64_t workspace_floats;
 };
 
-// out = dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
+// out = dropout(softmax(cap(scale q kᵀ) + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
 // strides are of batch, head and row, and of a mask's keys. One unit of work is kAttentionQueries queries of a head.
 constexpr int64_t kAttentionQueries = 256;
 // Up to so many queries are not arranged in tiles.
@@ -172,6 +172,7 @@ struct AttentionForward {
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], mask_stride[4];
   int mask_is_bool, causal;
   double scale;
+  double softcap;  // cap(x) = softcap tanh(x / softcap); 0: cap(x) = x
   int64_t first_query;
   Dropout dropout;
 };

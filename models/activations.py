@@ -10,13 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..mpu.division import find_first_unit
-from ..ops.attention import (
-    choose_block_rows,
-    has_attention_kernel,
-    suits_blocks,
-    suits_tiles,
-    writes_scores,
-)
+from ..ops.attention import choose_block_rows, has_attention_kernel, suits_tiles, writes_scores
 from ..ops.linear_cross_entropy import ROW_CHUNK_DEVICES, count_part_logits, suits_parts
 from .parallel_config import WHOLE_BLOCKS, ParallelConfig
 
@@ -651,11 +645,10 @@ def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosse
     """
     if block.sinks:
         return True
-    if block.capped:
-        return suits_blocks(queries, keys, layout.device)
     if block.position_terms:
         return False
-    needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
+    has_rules = block.attention_dropout or (block.bias and not crosses) or block.capped
+    needed = has_rules or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 
 

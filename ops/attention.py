@@ -15,7 +15,7 @@ et al. 2022).
 - Which probabilities dropout keeps is a function of the sample, head, query and key alone
   (dropout_mask.py), so a block computes its own part of the mask.
 - A query without any allowed key gets zeros.
-- cap(x) is x, or softcap * tanh(x / softcap) (Gemma 2), which of the kernels Triton's compute.
+- cap(x) is x, or softcap * tanh(x / softcap) (Gemma 2).
 
 Shapes: B samples, N query heads, K key-value heads, Sq queries, Sk keys, D the size of a head, R
 the queries of a block.
@@ -94,8 +94,7 @@ def attention(
         first_head: The head of the unsplit sample where q begins.
         first_row: The query of the unsplit sample where q begins.
         softcap: The scaled scores become softcap * tanh(scores / softcap), before the bias and the
-            mask are added. The C++ kernels do not have it, so that on a CPU the reference computes
-            it, a block at a time.
+            mask are added.
 
     Raises:
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
@@ -207,8 +206,8 @@ def _check_lengths(batch: int, causal: bool, lengths: dict[str, Tensor | None]) 
 
 
 def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
-    """Returns whether attention with dropout or a trained bias should compute a tile or block of
-    the scores at a time.
+    """Returns whether attention with dropout, a trained bias or a soft cap should compute a tile or
+    block of the scores at a time.
 
     Kernels are faster than products and a softmax of whole scores, but for the shortest sequences
     on a CPU. Without them, the scores of shorter sequences are written to memory: the backward pass
@@ -224,20 +223,6 @@ def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
         return queries > 1
     if has_attention_kernel(device, itemsize):
         return queries * keys >= MIN_TILED_SCORES
-    return queries * keys >= MIN_BLOCKED_SCORES
-
-
-def suits_blocks(queries: int, keys: int, device: str) -> bool:
-    """Returns whether attention with a soft cap, which no kernel for a CPU has, should compute a
-    tile or block of the scores at a time; otherwise it keeps them for the backward pass.
-
-    Args:
-        queries: Sq.
-        keys: Sk.
-        device: PyTorch's type of device.
-    """
-    if queries == 1 or device != "cpu":
-        return queries > 1
     return queries * keys >= MIN_BLOCKED_SCORES
 
 
@@ -634,26 +619,16 @@ def _prepare(q, k, v, *rules):
 
 
 def _prepare_compiled(q, k, v, bias, *others):
-    return _without_cap(_prepare(q, k, v, _widen(bias), *others), others)
+    return _prepare(q, k, v, _widen(bias), *others)
 
 
 def _prepare_backward_compiled(grad, out, lse, q, k, v, bias, *others):
-    return _without_cap(_prepare_backward(grad, out, lse, q, k, v, _widen(bias), *others), others)
+    return _prepare_backward(grad, out, lse, q, k, v, _widen(bias), *others)
 
 
 def _widen(bias):
     """Returns a 16-bit bias in fp32, as the C++ kernels read it."""
     return bias.float() if bias is not None and bias.itemsize == 2 else bias
-
-
-def _without_cap(prepared, arguments):
-    """Returns what the C++ kernels take of the prepared arguments, or why they do not.
-
-    The soft cap, the last argument, they do not have.
-    """
-    if arguments[-1]:
-        return "a soft cap of the scores"
-    return prepared if isinstance(prepared, str) else prepared[:-1]
 
 
 def _prepare_backward(grad, out, lse, q, k, v, *rules):

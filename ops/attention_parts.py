@@ -123,8 +123,7 @@ def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> bool:
     if rules.dropout and rules.first_key:
         return False
-    variant = forward_op.choose_variant(q.device.type)
-    if variant == "reference" or (rules.softcap and variant != "triton"):
+    if forward_op.choose_variant(q.device.type) == "reference":
         return False
     return not isinstance(
         find_obstacle(q, k, v, (*_list_tensors(rules), *_list_settings(rules))), str

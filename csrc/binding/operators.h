@@ -52,16 +52,18 @@
 #define SHARDZOO_OPERATORS_OF_THE_CPU(X)                                                                          \
   X(attention,                                                                                                    \
     "(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, "  \
-    "float scale, bool causal, float p, int first_head, int first_row, Tensor(a!) out, Tensor(b!) lse) -> ()")    \
+    "float scale, bool causal, float p, int first_head, int first_row, float softcap, Tensor(a!) out, "           \
+    "Tensor(b!) lse) -> ()")                                                                                      \
   X(attention_backward,                                                                                           \
     "(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, "            \
     "Tensor? prefix, Tensor? lengths, Tensor? keys, float scale, bool causal, float p, int first_head, "          \
-    "int first_row, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor(d!) grad_bias) -> ()")        \
+    "int first_row, float softcap, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, "                     \
+    "Tensor(d!) grad_bias) -> ()")                                                                                \
   X(linear_of_few_rows, "(Tensor x, Tensor weight, Tensor? bias, int most_rows) -> Tensor?")                      \
   X(norm_of_few_rows,                                                                                             \
     "(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor?, Tensor?)")  \
   X(attention_of_few_queries,                                                                                     \
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal) -> Tensor?")                          \
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float softcap) -> Tensor?")           \
   X(matrix_product, "(Tensor a, Tensor b, Tensor? bias) -> Tensor?")                                              \
   X(grouped_product,                                                                                              \
     "(Tensor x, Tensor weight, int[] counts, bool transposed, Tensor(a!) y) -> ()")                               \

@@ -301,8 +301,8 @@ void copy_strides(const Tensor& tensor, int64_t* strides) {
 AttentionForward attention_arguments(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                                      const OptionalTensor& mask, const OptionalTensor& prefix,
                                      const OptionalTensor& lengths, const OptionalTensor& keys, double scale,
-                                     bool causal, double p, int64_t first_head, int64_t first_row, const Tensor& out,
-                                     const Tensor& lse) {
+                                     bool causal, double p, int64_t first_head, int64_t first_row, double softcap,
+                                     const Tensor& out, const Tensor& lse) {
   AttentionForward a = {};
   a.q = input(q);
   a.k = input(k);
@@ -327,6 +327,7 @@ AttentionForward attention_arguments(const Tensor& q, const Tensor& k, const Ten
   a.mask_is_bool = mask && mask->scalar_type() == ScalarType::Bool;
   a.causal = causal;
   a.scale = scale;
+  a.softcap = softcap;
   a.first_query = first_row;
   a.dropout = make_dropout(keys, p, first_head, 0);
   const int64_t rows = a.batch * a.heads * a.queries;
@@ -342,9 +343,9 @@ AttentionForward attention_arguments(const Tensor& q, const Tensor& k, const Ten
 void attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                const OptionalTensor& mask, const OptionalTensor& prefix, const OptionalTensor& lengths,
                const OptionalTensor& keys, double scale, bool causal, double p, int64_t first_head, int64_t first_row,
-               const Tensor& out, const Tensor& lse) {
+               double softcap, const Tensor& out, const Tensor& lse) {
   const AttentionForward a = attention_arguments(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p,
-                                                 first_head, first_row, out, lse);
+                                                 first_head, first_row, softcap, out, lse);
   const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
   int64_t work = a.queries / blocks * a.keys;
   // A few queries take the time in which the keys are read.
@@ -355,11 +356,11 @@ void attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optional
 void attention_backward(const Tensor& grad, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& k,
                         const Tensor& v, const OptionalTensor& bias, const OptionalTensor& mask,
                         const OptionalTensor& prefix, const OptionalTensor& lengths, const OptionalTensor& keys,
-                        double scale, bool causal, double p, int64_t first_head, int64_t first_row,
+                        double scale, bool causal, double p, int64_t first_head, int64_t first_row, double softcap,
                         const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_bias) {
   AttentionBackward a = {};
   a.forward = attention_arguments(q, k, v, bias, mask, prefix, lengths, keys, scale, causal, p, first_head, first_row,
-                                  out, lse);
+                                  softcap, out, lse);
   a.grad = input(grad);
   a.grad_q = output(grad_q);
   a.grad_k = output(grad_k);

@@ -127,6 +127,12 @@ INLINE VF scaled_and_masked(const KeyRow& row, int v, VF z, float scale) {
   return z;
 }
 
+// Replaces the products of a tile's keys with the queries by capped scores.
+INLINE void cap_scores(const AttentionForward& a, int64_t keys, float* z) {
+  const SoftCap cap(a);
+  for (int64_t i = 0; i < keys * kQueries; i += kWidth) narrow_to(z + i, cap.at(widen(z + i)));
+}
+
 // Returns which queries' probabilities of a key dropout keeps, as lanes with all bits or none.
 INLINE VI kept(const Dropout& d, const Panel& panel, int v, int64_t key) {
   const VU low = read<VU>(panel.low + v * kWidth), high = read<VU>(panel.high + v * kWidth);
@@ -151,12 +157,13 @@ struct NextFactors {
   const float *v, *q, *k;
 };
 
-// Turns the scores z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new
+// Turns the products z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new
 // top.
 template <class T, class Products>
 INLINE void softmax_tile(const AttentionForward& a, Head<T>& head, Panel& panel, int64_t first, int64_t end, float* z,
                          const Tile& weights, float* out, const NextFactors& next) {
-  const float scale = static_cast<float>(a.scale);
+  const float scale = scale_after_cap(a);
+  if (a.softcap != 0) cap_scores(a, end - first, z);
   head.open(panel, first, end);
   VF top[kVectors], shift[kVectors], sums[kVectors];
   for (int v = 0; v < kVectors; ++v) top[v] = widen(panel.top + v * kWidth), sums[v] = VF{};
@@ -315,14 +322,20 @@ INLINE void load_panel(const AttentionBackward& a, const Products& products, int
   }
 }
 
-// Turns the scores z and the gradients g of the weights into the weights and the gradients of the scores.
-template <class T, class Products>
+// Turns the products z and the gradients g of the weights into the weights and the gradients of the scaled products.
+// `grad_capped`, which may be null, gets those of the capped scores, which are also the bias's.
+template <class T, class Products, bool kCapped>
 INLINE void backward_tile(const AttentionForward& f, Head<T>& head, const Panel& panel, int64_t first, int64_t end,
-                          const float* z, const float* g, const Tile& weights, const Tile& grad_scores) {
-  const float keep_scale = static_cast<float>(f.dropout.keep_scale), scale = static_cast<float>(f.scale);
+                          const float* z, const float* g, const Tile& weights, const Tile& grad_scores,
+                          float* grad_capped) {
+  const float keep_scale = static_cast<float>(f.dropout.keep_scale), scale = scale_after_cap(f);
+  const SoftCap cap(f);
   head.open(panel, first, end);
   const auto compute = [&](const KeyRow& row, int64_t key, int v, VF& weight, VF& grad) LAMBDA {
-    const VF score = scaled_and_masked(row, v, widen(z + (key - first) * kPadded + v * kWidth), scale);
+    const int64_t at = (key - first) * kPadded + v * kWidth;
+    VF product = widen(z + at), slope;
+    if constexpr (kCapped) product = cap.at(product, slope);
+    const VF score = scaled_and_masked(row, v, product, scale);
     const VF p = Products::exp(score - widen(panel.lse + v * kWidth));
     weight = p, grad = widen(g + (key - first) * kQueries + v * kWidth);
     if (f.dropout.keys != nullptr) {
@@ -331,6 +344,10 @@ INLINE void backward_tile(const AttentionForward& f, Head<T>& head, const Panel&
       weight = keep ? p * keep_scale : VF{};
     }
     grad = p * (grad - widen(panel.delta + v * kWidth));
+    if constexpr (kCapped) {
+      if (grad_capped != nullptr) narrow_to(grad_capped + at, grad);
+      grad *= slope;
+    }
   };
   for (int64_t key = first; key < end; key += 2) {
     const bool two = key + 1 < end;
@@ -382,12 +399,16 @@ struct BackwardMemory {
         g(kKeys * kQueries),
         weights(Products::kPerUnit == 1 ? 0 : kKeys * kPairs),
         grad_scores(Products::kPerUnit == 1 ? 0 : kKeys * kPairs),
+        grad_capped(needs_grad_capped(f) ? kStrip * kPadded : 0),
         grad_of_keys(kKeys * kQueries / Products::kPerUnit),
         grad_k((f.keys + kKeys) * width),
         grad_v((f.keys + kKeys) * width),
         diagonals(f.bias == nullptr ? 0 : f.queries + f.keys + 2 * kQueries) {
     zeroed(z.get(), kKeys * kPadded);
+    if (needs_grad_capped(f)) zeroed(grad_capped.get(), kStrip * kPadded);
   }
+  // Whether the bias's gradients are not those of the products.
+  static bool needs_grad_capped(const AttentionForward& f) { return f.softcap != 0 && f.bias != nullptr; }
   bool some_panel_sees_less(int count, int64_t keys) const {
     for (int p = 0; p < count; ++p) {
       if (panel[p].keys < keys) return true;
@@ -397,7 +418,7 @@ struct BackwardMemory {
   const Products products{};
   int64_t width, area;
   Head<T> head;
-  const Scratch<float> panels, k, across_k, v, spare, z, g, weights, grad_scores, grad_of_keys;
+  const Scratch<float> panels, k, across_k, v, spare, z, g, weights, grad_scores, grad_capped, grad_of_keys;
   const Scratch<float> grad_k, grad_v, diagonals;
   Panel panel[kPanels];
   Rows rows[kPanels];
@@ -440,8 +461,15 @@ INLINE void backward_panel(const AttentionForward& f, BackwardMemory<T, Products
     products.multiply({k, rows.across_q, z, kPadded, tile, kQueries, size / kUnit, false});
     products.multiply({v, rows.across_grad, g, kQueries, tile, kQueries, size / kUnit, false});
     const int64_t start = first + strip;
-    backward_tile<T, Products>(f, m.head, m.panel[p], start, start + count, z, g, weights, grad_scores);
-    if (f.bias != nullptr) add_diagonals(z, count, m.diagonals.get() + f.keys - start - count + m.panel[p].first);
+    float* grad_capped = m.needs_grad_capped(f) ? m.grad_capped.get() + kWidth : nullptr;
+    if (f.softcap == 0) {
+      backward_tile<T, Products, false>(f, m.head, m.panel[p], start, start + count, z, g, weights, grad_scores, nullptr);
+    } else {
+      backward_tile<T, Products, true>(f, m.head, m.panel[p], start, start + count, z, g, weights, grad_scores,
+                                       grad_capped);
+    }
+    const float* grad_bias = grad_capped == nullptr ? z : grad_capped;
+    if (f.bias != nullptr) add_diagonals(grad_bias, count, m.diagonals.get() + f.keys - start - count + m.panel[p].first);
   }
   const Tile all = {m.z.get() + kWidth, kPadded, nullptr, 0, m.grad_of_keys.get()};
   const int64_t depth = Products::whole(seen) / kUnit;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "entry.h"
+#include "math.h"
 
 namespace shardzoo {
 namespace {
@@ -16,6 +17,27 @@ template <class T>
 INLINE const T* row_at(const void* base, const int64_t* stride, int64_t b, int64_t head, int64_t row) {
   return row_at(static_cast<const T*>(base), stride, b, head, row);
 }
+
+// The soft cap of the scores (Gemma 2), which is applied to products of queries and keys.
+class SoftCap {
+ public:
+  explicit SoftCap(const AttentionForward& a)
+      : cap_(static_cast<float>(a.softcap)), factor_(static_cast<float>(a.scale / a.softcap)) {}
+
+  // Returns cap(scale * product), and writes the derivative of cap there.
+  LAMBDA VF at(VF product, VF& slope) const {
+    const VF share = tanh(product * factor_);
+    slope = 1 - share * share;
+    return cap_ * share;
+  }
+  LAMBDA VF at(VF product) const { return cap_ * tanh(product * factor_); }
+
+ private:
+  float cap_, factor_;
+};
+
+// Returns what the products of queries and keys are still to be multiplied by: a soft cap contains the scale.
+INLINE float scale_after_cap(const AttentionForward& a) { return a.softcap == 0 ? static_cast<float>(a.scale) : 1; }
 
 // Returns the mask of a query from `key` on, of booleans or of numbers.
 template <class M>

@@ -10,14 +10,19 @@ namespace {
 
 // Computes the scores of a query with the keys [0, count), as dot products.
 template <class T>
-INLINE void compute_scores(const T* q, const T* k, int64_t k_stride, int64_t count, int64_t size, float scale,
-                           float* out) {
+INLINE void compute_scores(const AttentionForward& a, const T* q, const T* k, int64_t count, float* out) {
+  const float scale = scale_after_cap(a);
   for (int64_t key = 0; key < count; ++key) {
-    const T* row = k + key * k_stride;
+    const T* row = k + key * a.k_stride[2];
     VF sums = {};
-    for_vectors<T>(size, [&](int64_t i, auto part) LAMBDA { sums += load(q + i, part) * load(row + i, part); });
+    for_vectors<T>(a.size, [&](int64_t i, auto part) LAMBDA { sums += load(q + i, part) * load(row + i, part); });
     out[key] = sum_lanes<float>(sums) * scale;
   }
+  if (a.softcap == 0) return;
+  const SoftCap cap(a);
+  for_vectors<float>(count, [&](int64_t key, auto part) LAMBDA {
+    store(out + key, cap.at(load(out + key, part)), part);
+  });
 }
 
 // Adds the mask of a query to its scores, or hides what it does not allow. T is the type of a mask of numbers.
@@ -94,7 +99,7 @@ void attend_few_queries(const AttentionForward& a, int64_t begin, int64_t end) {
     for (int64_t query = 0; query < a.queries; ++query) {
       const int64_t count = keys_before(a, key_limit(a, b), find_prefix(a, b), query + 1);
       const T* q = row_at<T>(a.q, a.q_stride, b, n, query);
-      compute_scores(q, k, a.k_stride[2], count, a.size, static_cast<float>(a.scale), scores);
+      compute_scores(a, q, k, count, scores);
       if (a.bias != nullptr) {
         // The bias has a number for each distance key - query.
         const float* bias = a.bias + n * (a.queries + a.keys - 1) + a.queries - 1 - query;

@@ -1,4 +1,4 @@
-// exp, sigmoid and the normal distribution on vectors. Single precision uses polynomials and ratios of them.
+// exp, tanh, sigmoid and the normal distribution on vectors. Single precision uses polynomials and ratios of them.
 // Double precision, which only gradient checks need, uses the C library, lane by lane.
 #pragma once
 
@@ -109,6 +109,24 @@ class ShiftedExp {
   static constexpr Compute<T> kLog2E = 1.44269504088896340736;
   Compute<T> shift_;
 };
+
+// Returns tanh(x) to 4e-7 of its value, from -1 to 1: x P(x^2) / Q(x^2), a minimax fit to 2.1e-8 on [0, 9], where tanh
+// rounds to 1.
+INLINE VF tanh(VF x) {
+  const VI sign = (VI)x & INT32_MIN;
+  const VF m = smaller(VF{} + 9.0f, (VF)((VI)x ^ sign)), s = m * m;
+  VF p = 1.33190206e-08f * s + 2.05834415e-05f;
+  p = p * s + 3.49403204e-03f;
+  p = p * s + 1.33797158e-01f;
+  p = p * s + 9.99999979e-01f;
+  VF q = 7.76199763e-07f * s + 3.28308879e-04f;
+  q = q * s + 2.58710635e-02f;
+  q = q * s + 4.67130310e-01f;
+  q = q * s + 1.0f;
+  // The ratio of two rounded numbers may be a little larger than 1.
+  const VF share = smaller(VF{} + 1.0f, m * p / q);
+  return (VF)((VI)share ^ sign);
+}
 
 template <class T, class V>
 INLINE V sigmoid(V x) {

@@ -116,7 +116,7 @@ std::tuple<OptionalTensor, OptionalTensor> norm_of_few_rows(const Tensor& x, con
 }
 
 OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                                        double scale, bool causal) {
+                                        double scale, bool causal, double softcap) {
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0 || k.numel() == 0) return {};
   AttentionForward a = {};
   a.batch = q.size(0);
@@ -127,6 +127,7 @@ OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const 
   a.keys = k.size(2);
   a.causal = causal;
   a.scale = scale;
+  a.softcap = softcap;
   const ScalarType dtype = q.scalar_type();
   const bool same_dtype = k.scalar_type() == dtype && v.scalar_type() == dtype;
   const bool same_shape = k.size(0) == a.batch && k.size(3) == a.size && k.sizes() == v.sizes();

@@ -20,10 +20,10 @@ std::tuple<OptionalTensor, OptionalTensor> norm_of_few_rows(const Tensor& x, con
                                                             const Tensor& weight, const OptionalTensor& bias, double eps,
                                                             bool centered);
 
-// Returns softmax(scale q kᵀ + mask) v of at most kFewQueries queries, of q [B, N, Sq, D] and k, v [B, K, Sk, D]. The
-// heads of a position are adjacent in the result, so that merging them copies nothing. The mask is bool or in the dtype
+// Returns softmax(cap(scale q kᵀ) + mask) v of at most kFewQueries queries, of q [B, N, Sq, D] and k, v [B, K, Sk, D],
+// with cap(x) = softcap tanh(x / softcap), or x if softcap is 0. The heads of a position are adjacent in the result, so that merging them copies nothing. The mask is bool or in the dtype
 // of q, and has four dimensions, of which any may be 1.
 OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                                        double scale, bool causal);
+                                        double scale, bool causal, double softcap);
 
 }  // namespace shardzoo

@@ -53,13 +53,7 @@ from ...ops import (
     matmul,
     varlen_attention,
 )
-from ...ops.attention import (
-    cap_scores,
-    eager_beats_sdpa,
-    lacks_fused_attention,
-    suits_blocks,
-    suits_tiles,
-)
+from ...ops.attention import cap_scores, eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
 from ...ops.device import can_overwrite_gradients, writes_gradients_in_place
 from ...ops.dropout_mask import keys_from_row
@@ -856,12 +850,14 @@ class CoreAttention(nn.Module):
             # Without gradients, the bias can be a mask that fused attention adds to the scores.
             attention_mask = AttentionMask(position_bias)
             position_bias = None
-        is_plain = position_bias is None and not self.dropout.drops and self.softcap is None
-        if is_plain and not eager_beats_sdpa(q, k):
-            if in_inference_mode():
-                few = few_queries_attention(q, k, v, *attention_mask, scale=self.scale)
-                if isinstance(few, Tensor):
-                    return few
+        is_plain = position_bias is None and not self.dropout.drops
+        if is_plain and in_inference_mode():
+            few = few_queries_attention(
+                q, k, v, *attention_mask, scale=self.scale, softcap=self.softcap
+            )
+            if isinstance(few, Tensor):
+                return few
+        if is_plain and self.softcap is None and not eager_beats_sdpa(q, k):
             is_causal = (
                 attention_mask.mask is None
                 and attention_mask.prefix is None
@@ -1014,9 +1010,7 @@ class CoreAttention(nn.Module):
             return position_bias.dim() == 2  # as `RelativeBias` decided
         if self.sinks is not None:
             return True
-        if self.softcap is not None:
-            return suits_blocks(q.shape[2], k.shape[2], q.device.type)
-        needed = self.dropout.drops or lacks_fused_attention(q)
+        needed = self.dropout.drops or self.softcap is not None or lacks_fused_attention(q)
         return needed and suits_tiles(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
     def attend_in_tiles(

@@ -17,6 +17,9 @@ from . import rivals
 
 Tensors = dict[str, torch.Tensor]
 
+# The soft cap of the case `attention_capped`, whose scores are mostly between -3 and 3.
+SOFTCAP = 2.0
+
 
 @dataclass
 class Case:
@@ -262,15 +265,16 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 
 
 def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
-    """Returns attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by
-    distance and dropout.
+    """Returns attention of q, k and v [B, N, S, D]: of all positions, causal, causal with a soft cap of
+    the scores, or with a trained bias by distance and dropout.
 
     The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's
     layers does.
     """
     batch, heads, length, _ = size
     trained = name == "attention_bias"
-    causal = name == "attention_causal"
+    causal = name in ("attention_causal", "attention_capped")
+    softcap = SOFTCAP if name == "attention_capped" else None
     dropout = 0.1 if trained else 0.0
 
     def make(device, dtype):
@@ -286,9 +290,9 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
         # There is no mask, no prefix, and no length of the keys.
         tensors = (t["x"], t["k"], t["v"], t.get("bias"), None, None, None, keys)
         scale = 0.125
-        return (*tensors, scale, causal, dropout, 0, 0, 0.0)  # the last: no cap of the scores
+        return (*tensors, scale, causal, dropout, 0, 0, softcap or 0.0)
 
-    written, others = rivals.attention(causal, dropout)
+    written, others = rivals.attention(causal, dropout, softcap)
     return Case(
         name,
         "scores, softmax in fp32, dropout and their product with v written out",
@@ -350,6 +354,6 @@ def cases(
         _cross_entropy(tokens, logits[1]),
         *(
             _attention(name, attended)
-            for name in ("attention", "attention_causal", "attention_bias")
+            for name in ("attention", "attention_causal", "attention_capped", "attention_bias")
         ),
     ]

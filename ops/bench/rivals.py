@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import ops
+from ..attention import cap_scores
 from ..matmul import matmul
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -74,7 +75,9 @@ def flex_attention(length: int, device: torch.device) -> tuple[Callable, object]
     return torch.compile(flex.flex_attention), seen
 
 
-def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
+def attention(
+    causal: bool, dropout: float, softcap: float | None = None
+) -> tuple[Run, dict[str, Run]]:
     """Returns attention in plain PyTorch, and what else computes it.
 
     All take x, k and v [B, N, S, D] and, if it is there, the bias `written_bias` [1, N, S, S], with
@@ -86,10 +89,12 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
     - `flex`: FlexAttention, compiled. It has no dropout, and no backward pass on CPUs.
     - `t5_eager` and `t5_sdpa`: what transformers' T5 calls. `measure.warm_up` removes those that
       cannot run here.
+    - `gemma2_eager`: what transformers' Gemma 2 calls. PyTorch's fused attention has no soft cap.
     """
 
     def eager(t):
         scores = t["x"] @ t["k"].mT * 0.125
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         scores = scores + t["written_bias"] if "written_bias" in t else scores
         if causal:
             scores = scores.masked_fill(
@@ -102,8 +107,12 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         keys = t["keys"] if dropout else None
         bias = t.get("written_bias")
         scores = matmul(t["x"], t["k"].mT)
+        scale = 0.125
+        if softcap is not None:
+            scores = cap_scores(scores, scale, softcap)
+            scale = 1.0
         weights = ops.masked_softmax(
-            scores, None, bias, scale=0.125, causal=causal, dropout=dropout, keys=keys
+            scores, None, bias, scale=scale, causal=causal, dropout=dropout, keys=keys
         )
         return matmul(weights, t["v"])
 
@@ -135,6 +144,23 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         }
         return run(layer, t["x"], t["k"], t["v"], None, **rules)[0].transpose(1, 2)
 
+    def gemma2_eager(t):
+        from transformers import Gemma2Model
+
+        layer = torch.nn.Module()
+        layer.num_key_value_groups = 1
+        mask = None
+        if causal:
+            hidden = torch.ones(2 * t["x"].shape[2:3], dtype=torch.bool, device=t["x"].device)
+            mask = torch.zeros_like(hidden, dtype=t["x"].dtype).masked_fill(
+                hidden.triu(1), -torch.inf
+            )[None, None]
+        run = sys.modules[Gemma2Model.__module__].eager_attention_forward
+        rules = {"scaling": 0.125, "softcap": softcap}
+        return run(layer, t["x"], t["k"], t["v"], mask, **rules)[0].transpose(1, 2)
+
+    if softcap is not None:
+        return eager, {"written_out": written_out, "gemma2_eager": gemma2_eager}
     others = {"written_out": written_out, "sdpa": sdpa}
     if dropout:
         return eager, others | {

@@ -92,6 +92,7 @@ def few_queries_attention(
     prefix: Tensor | None,
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor | None:
     """Returns what `ops.attention` does, of few queries, or None.
 
@@ -105,4 +106,6 @@ def few_queries_attention(
     is_supported = prefix is None and q.shape[3] <= WIDEST_HEAD
     if not is_faster or not is_supported or not may_decode(q, k, v) or flop_counters():
         return None
-    return library.call_compiled("attention_of_few_queries", q, k, v, mask, scale, causal)
+    return library.call_compiled(
+        "attention_of_few_queries", q, k, v, mask, scale, causal, softcap or 0.0
+    )

@@ -343,7 +343,10 @@ def nan_filled(monkeypatch):
 @settings(
     max_examples=400 if EVERY_CASE else 10, deadline=None, suppress_health_check=list(HealthCheck)
 )
-@given(problem=problems(150, 150, sizes=(8, 24, 64, 80, 128)), dtype=st.sampled_from(KERNEL_DTYPES))
+@given(
+    problem=problems(150, 150, sizes=(8, 24, 64, 80, 128), caps=(None, 0.7)),
+    dtype=st.sampled_from(KERNEL_DTYPES),
+)
 def test_the_kernel_is_written_out_attention(nan_filled, problem, dtype):
     """With several tiles of 64 queries and keys, and parts of tiles."""
     problem = with_short_values(*problem)
@@ -358,7 +361,8 @@ def test_the_kernel_is_written_out_attention(nan_filled, problem, dtype):
     max_examples=400 if EVERY_CASE else 40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(
-    problem=problems(5, 150, sizes=(3, 8, 24, 64, 80, 130)), dtype=st.sampled_from(KERNEL_DTYPES)
+    problem=problems(5, 150, sizes=(3, 8, 24, 64, 80, 130), caps=(None, 0.7)),
+    dtype=st.sampled_from(KERNEL_DTYPES),
 )
 def test_few_queries_are_written_out_attention(nan_filled, problem, dtype):
     """Up to four queries without dropout, as in decoding, are not arranged in tiles."""
@@ -369,6 +373,50 @@ def test_few_queries_are_written_out_attention(nan_filled, problem, dtype):
         values, expected, allowed_errors(problem, dtype, expected), strict=True
     ):
         assert error(value, wanted) <= most
+
+
+@pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key_lengths": torch.tensor([100, 129])},  # padding
+        {"causal": True, "window": 37, "dropout": 0.3},
+        {"causal": True, "prefix": torch.tensor([3, 90]), "bias": True, "dropout": 0.3},
+    ],
+    ids=["padded", "window", "bias"],
+)
+def test_the_kernel_caps_scores(nan_filled, monkeypatch, kind, changes):
+    """Parts of tiles, three query heads for each key-value head, and scores up to several times the cap."""
+    for op in (OPS["attention"], OPS["attention_backward"]):
+        monkeypatch.setattr(op, "reference", None)
+    changes = dict(changes)
+    rules = {"mask": None, "prefix": None, "key_lengths": None, "causal": False, "dropout": 0.0}
+    rules |= {"keys": ops.dropout_keys(3, 1, 2), "first_head": 2, "first_row": 7, "softcap": 0.7}
+    rules["relative_bias"] = normal(6, 101 + 129 - 1) if changes.pop("bias", False) else None
+    if window := changes.pop("window", None):
+        ages = torch.arange(101)[:, None] + 28 - torch.arange(129)
+        rules["mask"] = (ages < window)[None, None]
+    q, k, v = normal(2, 6, 101, 40), normal(2, 2, 129, 40), normal(2, 2, 129, 40).roll(1)
+    problem = with_short_values(q, k, v, rules | changes)
+    expected = results_written_out(problem, torch.float64, kind)
+    allowed = allowed_errors(problem, kind, expected)
+    for value, wanted, most in zip(results(problem, kind), expected, allowed, strict=True):
+        assert error(value, wanted) <= most
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_capped_scores_are_exact_to_a_few_roundings(queries):
+    """With one key, lse is its capped score: of small and large products, also of infinite ones and NaN."""
+    magnitudes = torch.logspace(-6, 2, 4000 * queries, dtype=torch.float64).view(2, -1, queries, 1)
+    products = torch.cat([magnitudes, -magnitudes]).float()
+    products[0, 0, 0, 0] = math.inf
+    products[1, 1, 0, 0] = math.nan
+    key = torch.ones(4, products.shape[1], 1, 1)
+    rules = (None, None, None, None, None, 1.0, False, 0.0, 0, 0, 2.5)
+    lse = torch.ops.shardzoo.attention(products, key, key, *rules)[1]
+    wanted = 2.5 * torch.tanh(products[..., 0].double() / 2.5)
+    torch.testing.assert_close(lse.double(), wanted, rtol=5e-7, atol=0.0, equal_nan=True)
+    assert lse.nan_to_num(0.0).abs().max() == 2.5
 
 
 def long_problem():
@@ -475,7 +523,8 @@ def test_every_instruction_set(isa, tmp_path):
     torch.save((tensors, grad, rules), tmp_path / "problem.pt")
     command = [sys.executable, "-c", ONE_PROBLEM, str(tmp_path)]
     subprocess.run(command, check=True, env=os.environ | {"SHARDZOO_CPU_ISA": isa})
-    for dtype, values in torch.load(tmp_path / "values.pt").items():
+    for (dtype, softcap), values in torch.load(tmp_path / "values.pt").items():
+        rules["softcap"] = softcap
         expected = outcome([x.to(dtype) for x in tensors], grad.to(dtype), rules, torch.float64)
         for value, wanted in zip(values, expected, strict=True):
             assert error(value, wanted) <= BOUND[dtype] / (4 if dtype == torch.bfloat16 else 1)
@@ -486,9 +535,10 @@ import sys, torch
 from shardzoo.ops import attention
 (tensors, grad, rules), values = torch.load(sys.argv[1] + "/problem.pt"), {}
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    leaves = [x.to(dtype).requires_grad_() for x in tensors]
-    out = attention(*leaves[:3], relative_bias=leaves[3], **rules)
-    values[dtype] = (out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype)))
+    for softcap in (None, 0.7):
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        out = attention(*leaves[:3], relative_bias=leaves[3], softcap=softcap, **rules)
+        values[dtype, softcap] = (out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype)))
 torch.save(values, sys.argv[1] + "/values.pt")
 """
 

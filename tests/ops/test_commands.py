@@ -67,6 +67,7 @@ def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_pa
         "--op",
         "attention",
         "attention_causal",
+        "attention_capped",
         "attention_bias",
         "--dtype",
         "float32",
@@ -76,29 +77,31 @@ def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_pa
     ]
     assert bench.main([*QUICK, *chosen, "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
-    assert [result["shape"] for result in results] == [[1, 8, 8, 64]] * 3 + [[1, 8, 33, 64]] * 3
-    assert all(
-        {"ours", "eager", "written_out", "sdpa"} <= set(result["timings"]) for result in results
-    )
-    assert {"t5_eager", "t5_sdpa"} <= set(results[2]["timings"])
-    assert results[2]["timings"]["ours backward out"]["median"] > 0
+    assert [result["shape"] for result in results] == [[1, 8, 8, 64]] * 4 + [[1, 8, 33, 64]] * 4
+    timings = {result["op"]: set(result["timings"]) for result in results}
+    assert all({"ours", "eager", "written_out"} <= contenders for contenders in timings.values())
+    assert all(("sdpa" in timings[name]) == (name != "attention_capped") for name in timings)
+    assert {"t5_eager", "t5_sdpa"} <= timings["attention_bias"]
+    assert "gemma2_eager" in timings["attention_capped"]
+    assert results[3]["timings"]["ours backward out"]["median"] > 0
     assert not any(result["missing"] for result in results)
     assert "written_out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_causal", "attention_bias"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention_causal", "attention_capped", "attention_bias"]
+)
 def test_all_contenders_for_attention_compute_the_same(name):
     case = next(case for case in cases("cpu", 1 / 128, length=33) if case.name == name)
     tensors = case.make("cpu", torch.float64)
-    written, others = rivals.attention(
-        name == "attention_causal", 1e-12 if name == "attention_bias" else 0.0
-    )
+    causal = name in ("attention_causal", "attention_capped")
+    softcap = 2.0 if name == "attention_capped" else None
+    written, others = rivals.attention(causal, 1e-12 if name == "attention_bias" else 0.0, softcap)
     with torch.no_grad():
         scores = tensors["x"] @ tensors["k"].mT / 8 + tensors.get("written_bias", 0.0)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         hidden = (
-            torch.arange(33)[None] > torch.arange(33)[:, None]
-            if name == "attention_causal"
-            else torch.zeros(1) > 0
+            torch.arange(33)[None] > torch.arange(33)[:, None] if causal else torch.zeros(1) > 0
         )
         wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ tensors["v"]
         for run in (written, *others.values()):

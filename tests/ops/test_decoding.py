@@ -113,15 +113,16 @@ def problems(draw):
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(problem=problems(), kind=st.sampled_from(SHORT))
-def test_attention(problem, kind):
+@given(problem=problems(), kind=st.sampled_from(SHORT), softcap=st.sampled_from([None, 0.7]))
+def test_attention(problem, kind, softcap):
     q, k, v, mask, causal = problem
     q, k, v = (x.to(kind) for x in (q, k, v))
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(kind)
-    expected = ops.attention(q, k, v, mask=mask, causal=causal, scale=0.3)
+    rules = {"scale": 0.3, "softcap": softcap}
+    expected = ops.attention(q, k, v, mask=mask, causal=causal, **rules)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_rows, "MIN_FEW_KEYS", 0)
-        result = ops.few_queries_attention(q, k, v, mask, causal, None, scale=0.3)
+        result = ops.few_queries_attention(q, k, v, mask, causal, None, **rules)
     assert torch.equal(result, expected)
     assert result.transpose(1, 2).is_contiguous()  # merging the heads copies nothing
 
