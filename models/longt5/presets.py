@@ -1,4 +1,9 @@
-"""Lists the released sizes of LongT5 under Hugging Face's names."""
+"""Lists the released sizes of LongT5 under Hugging Face's names.
+
+The sizes with transient-global attention are those of the `config.json` of google/long-t5-tglobal-base,
+and of published models that were made from google/long-t5-tglobal-large and -xl and keep their
+configuration. Those with local attention are the same.
+"""
 
 from __future__ import annotations
 

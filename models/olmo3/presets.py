@@ -1,4 +1,8 @@
-"""Lists the released sizes of OLMo 3 under Hugging Face's names."""
+"""Lists the released sizes of OLMo 3 under Hugging Face's names.
+
+They are those of `config.json` of published models with the weights' shapes of allenai's: of quantized
+ones of 7 and 32 billion parameters. The 32 billion have the heads of allenai/OLMo-2-0325-32B.
+"""
 
 from __future__ import annotations
 
