@@ -19,7 +19,7 @@ from ..ops.bench.measure import Result, measure
 from ..trainer.logging.console import make_console
 from .console import USAGE_ERROR, print_error, run_and_report
 from .help import HelpPage, show_commands
-from .parsing import parse_words
+from .parsing import list_fields, parse_words
 
 # Operators whose sizes --shape gives.
 SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
         print_error(ValueError("name what to measure: shardzoo bench kernels"))
         return USAGE_ERROR
     options = parse_words(Kernels, argv[1:], HELP.program)
-    return run_and_report(lambda: run(options))
+    return run_and_report(lambda: run(options), options=list_fields(Kernels))
 
 
 def run(options: Kernels) -> int:

@@ -19,7 +19,7 @@ from ..files.working_copies import find_source
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, explain_error, format_bytes, format_table, run_and_report
 from .help import HelpPage, show_commands
-from .parsing import errors_in_one_line
+from .parsing import errors_in_one_line, list_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(
             {"verify": Verify}, prog="shardzoo checkpoint", args=argv
         )
-    return run_and_report(lambda: report(command))
+    return run_and_report(lambda: report(command), options=list_fields(Verify))
 
 
 def report(command: Verify) -> int:

@@ -46,7 +46,8 @@ ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashc
 class Completion:
     """Prints the completion of a shell.
 
-    For bash: shardzoo completion bash > ~/.local/share/bash-completion/completions/shardzoo
+    For bash: mkdir -p ~/.local/share/bash-completion/completions
+              shardzoo completion bash > ~/.local/share/bash-completion/completions/shardzoo
 
     For zsh: shardzoo completion zsh >> ~/.zshrc
     """

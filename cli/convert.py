@@ -339,6 +339,9 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
                 f"{command.source} is a {source.description}; use `split` instead of `reshard`"
             )
     started = time.monotonic()
+    if options.adapter is not None and not command.json and not is_quiet():
+        # Long before the first byte is written.
+        print(f"reading {printable(str(options.adapter))} and its model", file=sys.stderr)
     try:
         with show_transfer(as_json=command.json) as report:
             if isinstance(command, MergeShards):

@@ -21,7 +21,7 @@ from ..trainer.optimizers.registry import ENTRIES_BY_NAME
 from ..trainer.precisions import PRECISIONS, PrecisionName
 from .console import run_and_report
 from .help import HelpPage, show_help
-from .parsing import parse_words
+from .parsing import list_fields, parse_words
 from .spellings import SHORT_NAMES, respell
 
 NO_OPTIMIZER = "none"
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     names = [field.name for field in fields(ModelsArguments)]
     argv = respell(argv, names, positional="model")
     arguments = parse_words(ModelsArguments, argv, HELP.program)
-    return run_and_report(lambda: run(arguments))
+    return run_and_report(lambda: run(arguments), options=list_fields(ModelsArguments))
 
 
 def run(arguments: ModelsArguments) -> int:

@@ -111,7 +111,25 @@ def shorten_box(box: str) -> str:
         lambda found: _explain_choice(*found.groups()),
         message,
     ).replace("?; see", "? See")
+    for pattern, text in PYTHON_MESSAGES:
+        message = re.sub(pattern, text, message)
     return message[:1].lower() + message[1:]
+
+
+def _list_options(found: re.Match[str]) -> str:
+    """Returns the unknown options of a message without the values after them."""
+    words = found[2].split(", ")
+    return found[1] + ", ".join([word for word in words if word.startswith("-")] or words)
+
+
+PYTHON_MESSAGES: tuple[tuple[str, Any], ...] = (
+    # A number or nothing.
+    (r"no type matching \{None\}\|(?:INT|FLOAT) could be .*?(?=invalid lit|could not conv)", ""),
+    (r"invalid literal for int\(\) with base 10: ('[^']*')", r"a whole number is needed, not \1"),
+    (r"could not convert string to float: ('[^']*')", r"a number is needed, not \1"),
+    (r"([Uu]nrecognized options: )([^;]*)", _list_options),
+)
+"""What Python and tyro say about a wrong value, and what is said instead."""
 
 
 def _explain_choice(given: str, option: str, listed: str) -> str:

@@ -34,7 +34,7 @@ from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_help
-from .parsing import parse_words
+from .parsing import list_fields, parse_words
 from .pretrain import RECIPES, PretrainCommand
 from .spellings import respell
 
@@ -206,7 +206,7 @@ def main(argv: list[str]) -> int:
     names = [field.name for field in fields(PlanArguments)]
     argv = respell(argv, names, positional="model")
     arguments = parse_words(PlanArguments, argv, HELP.program)
-    return run_and_report(lambda: run(arguments))
+    return run_and_report(lambda: run(arguments), options=list_fields(PlanArguments))
 
 
 def run(arguments: PlanArguments) -> int:

@@ -11,7 +11,7 @@ import tyro
 
 from .console import run_and_report
 from .help import HelpPage, show_help
-from .parsing import parse_words
+from .parsing import list_fields, parse_words
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TASKS = RECIPES / "tasks"
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Runs the command. Returns 2 after a user's error."""
     show_help(HELP, argv)
     arguments = parse_words(RecipesArguments, argv, HELP.program)
-    return run_and_report(lambda: run(arguments))
+    return run_and_report(lambda: run(arguments), options=list_fields(RecipesArguments))
 
 
 def run(arguments: RecipesArguments) -> int:

@@ -103,6 +103,14 @@ KEYED_FILE = re.compile(
 )
 
 
+# What peft calls an argument, in messages of adapters.
+PEFT = {
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+}
+
+
 def name_options(message: str, names: Iterable[str]) -> str:
     """Returns a message in which the arguments of a command are spelled as on the command line:
     `do_sample=True` is `--do-sample`, and `num_beams=1` is `--num-beams 1`.
@@ -118,6 +126,8 @@ def name_options(message: str, names: Iterable[str]) -> str:
 
     def spell(found: re.Match[str]) -> str:
         name, value = found.groups()
+        if name not in known:
+            name = PEFT.get(name, name)
         if name not in known or ("_" not in name and value is None):
             return found[0]
         option = name.replace("_", "-")

@@ -1,6 +1,6 @@
 """What exists for scripts that were written for FlagAI, t2t-tuner or LiBai alone.
 
-- `AutoLoader`, `Predictor` and four collate functions are FlagAI's.
+- `AutoLoader`, `Predictor`, `EnvArgs`, `EnvTrainer` and four collate functions are FlagAI's.
 - `spellings.py` has the names of arguments in those systems and in transformers. The package
   accepts them everywhere, because its face imports that file.
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
         bert_sequence_label_gp_collate_fn,
         seq2seq_collate_fn,
     )
+    from .env_trainer import EnvArgs, EnvTrainer
     from .predictor import Predictor
 
 _MODULES = {
     "AutoLoader": "auto_loader",
+    "EnvArgs": "env_trainer",
+    "EnvTrainer": "env_trainer",
     "Predictor": "predictor",
     "bert_cls_collate_fn": "auto_loader",
     "bert_sequence_label_collate_fn": "auto_loader",
@@ -32,6 +35,8 @@ _MODULES = {
 }
 __all__ = [
     "AutoLoader",
+    "EnvArgs",
+    "EnvTrainer",
     "Predictor",
     "bert_cls_collate_fn",
     "bert_sequence_label_collate_fn",

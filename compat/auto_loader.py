@@ -24,7 +24,7 @@ from ..mpu import ParallelMesh
 # FlagAI's task -> ours. Those that generate mean the architecture that the family has for them.
 TASKS = {
     **dict.fromkeys(("seq2seq", "title-generation", "poetry"), "text2text-generation"),
-    **dict.fromkeys(("lm", "masklm"), "text-generation"),
+    **dict.fromkeys(("lm", "masklm", "llama3", "qwen3"), "text-generation"),
     **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
     **dict.fromkeys(("sequence-labeling-crf", "ner-crf"), "token-classification"),
@@ -45,13 +45,15 @@ class AutoLoader:
         task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
             classification, semantic-matching, embedding, sequence-labeling or ner. The last two
             with `-crf` have a conditional random field, `model.crf_layer`; with `-gp` a global
-            pointer.
+            pointer. FlagAI's llama3 and qwen3 mean lm.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
         load_pretrain_params: Load the folder's weights; else the model is new.
         only_download_config: The folder has a config.json alone, so that the model is new.
         class_num: Number of classes of a new head.
         inner_dim: Features of a query of a new global pointer, 64 by default; for `-gp` alone.
+        fp16: Make the parameters fp16.
+        use_cache: Taken for FlagAI's scripts: generating keeps keys and values either way.
         device: Where the parameters are.
         mesh: The mesh over which the model is split, such as `trainer.mesh`.
 
@@ -69,6 +71,8 @@ class AutoLoader:
         load_pretrain_params: bool = True,
         class_num: int | None = None,
         inner_dim: int | None = None,
+        fp16: bool = False,
+        use_cache: bool = True,
         device: torch.device | str = "cpu",
         mesh: ParallelMesh | None = None,
     ) -> None:
@@ -94,7 +98,10 @@ class AutoLoader:
         )
         source = find_source(arguments)
         if not source.native:
-            self._load_transformers(source, arguments, torch.device(device))
+            new = only_download_config or not load_pretrain_params
+            self._load_transformers(source, arguments, torch.device(device), new)
+            if fp16:
+                self.model.half()
             return
         known = family(source.model_type).tasks
         task = TASKS[task_name]
@@ -119,16 +126,28 @@ class AutoLoader:
             self.model = from_config(config, mesh, device=torch.device(device))
         else:
             self.model = load_model(source, task, arguments, mesh, torch.device(device), head)
+        if fp16:
+            self.model.half()
         blank_text = family(source.model_type).blank_text
         text = None if blank_text is None else blank_text(self.folder, None)
         self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder), text)
 
     def _load_transformers(
-        self, source: ModelSource, arguments: FinetuningArguments, device: torch.device
+        self, source: ModelSource, arguments: FinetuningArguments, device: torch.device, new: bool
     ) -> None:
-        """Loads a model that generates and is not in the zoo, with its weights."""
+        """Loads a model that generates and is not in the zoo, or makes a `new` one of its
+        configuration.
+        """
         task = "text2text-generation" if source.shape == "encoder-decoder" else "text-generation"
-        self.model: Any = load_model(source, task, arguments, None, device, None).to(device)
+        if new:
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+            config = AutoConfig.from_pretrained(self.folder)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_config(config)
+        else:
+            model = load_model(source, task, arguments, None, device, None)
+        self.model: Any = model.to(device)
         self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder))
 
     def get_model(self) -> Any:

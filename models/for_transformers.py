@@ -128,6 +128,11 @@ class TransformersModel(PreTrainedModel):
     forward: Any = SignedForward()
 
     def __init__(self, model: Any) -> None:
+        if not hasattr(model, "mesh"):
+            raise ValueError(
+                f"TransformersModel wraps a model of the zoo, as in TransformersModel("
+                f"shardzoo.from_pretrained('t5-small')), not {model!r:.40}"
+            )
         if model.mesh is not None:
             raise ValueError(
                 "transformers' Trainer cannot train a split model; use shardzoo.trainer.Trainer"

@@ -19,6 +19,8 @@ for gradients and samples is stated by the joined axes below, whose ranks `Paral
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -164,13 +166,18 @@ class ParallelMesh:
         }
         if not self._has_process_group:
             self._refuse_more_than_one_process()
-        self.sizes["data"] = validate_layout(
-            self.world_size,
-            tensor_parallel_size,
-            pipeline_parallel_size,
-            context_parallel_size,
-            expert_parallel_size,
-        )
+        try:
+            self.sizes["data"] = validate_layout(
+                self.world_size,
+                tensor_parallel_size,
+                pipeline_parallel_size,
+                context_parallel_size,
+                expert_parallel_size,
+            )
+        except ValueError as error:
+            if self.world_size > 1:
+                _print_once(error, self.rank)
+            raise
         grid = torch.arange(self.world_size).view(*self.sizes.values())
         coordinates = (grid == self.rank).nonzero()[0]
         self.ranks: dict[Axis, int] = dict(zip(AXES, map(int, coordinates), strict=True))
@@ -301,8 +308,8 @@ class ParallelMesh:
     def _refuse_more_than_one_process(self) -> None:
         """Raises ValueError if this one process cannot be the whole mesh."""
         needed = self.size(*AXES)
-        if needed == 1:
-            return
+        if needed == 1 or min(self.sizes.values()) < 1:
+            return  # `validate_layout` refuses sizes below 1
         asked = [
             f"{axis}_parallel_size {self.sizes[axis]}"
             for axis in ("tensor", "pipeline", "context", "expert")
@@ -424,6 +431,21 @@ def tp_size(mesh: ParallelMesh | None) -> int:
 
 # The group of this process alone, beside the default group that it was made under.
 _alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def _print_once(error: ValueError, rank: int) -> None:
+    """Makes an error that all ranks raise end their script with one line of the first rank, instead
+    of a traceback of each.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+        elif rank == 0:
+            sys.stderr.write(f"error: {error}\n")
+
+    sys.excepthook = hook
 
 
 def _group_of_this_process(rank: int) -> dist.ProcessGroup:

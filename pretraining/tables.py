@@ -223,7 +223,7 @@ def run_results(
         "held-out loss": compared_loss(loss, entropy),
         "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at "
         f"TP={ranks.tp_size}, difference {abs(exported - loss):.1e}",
-        "time": f"{minutes:.1f} minutes from the first step to the held-out loss",
+        "training time": f"{minutes:.1f} minutes from the first step to the held-out loss",
     }
 
 

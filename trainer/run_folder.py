@@ -230,6 +230,12 @@ class RunFolder:
             if step is not None:
                 reached = f"saved at step {step}"
                 resume_it = "resume it with --resume, "
+            user = find_user(self.path)
+            if user is not None:
+                raise ValueError(
+                    f"output_dir {self.path} holds a run that goes on in {user} ({reached}); choose "
+                    "another --output-dir, or end it first"
+                )
             raise ValueError(
                 f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it "
                 "with --overwrite, or choose another --output-dir"

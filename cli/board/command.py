@@ -30,7 +30,7 @@ from ...trainer.run_folder import RunFolder, parse_metrics_line
 from ...trainer.run_lock import LOCK
 from ..console import explain_error, run_and_report
 from ..help import HelpPage, show_help
-from ..parsing import parse_words
+from ..parsing import list_fields, parse_words
 from .stored_run import StoredRun
 
 PAGE = Path(__file__).with_name("page")
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     show_help(HELP, argv)
     command = parse_words(Board, argv, HELP.program)
-    return run_and_report(lambda: serve(command))
+    return run_and_report(lambda: serve(command), options=list_fields(Board))
 
 
 def serve(command: Board) -> int:

@@ -23,6 +23,8 @@ COPY = tempfile.TemporaryDirectory(
     prefix="shardzoo-docs-"
 )  # of the package; deleted when the process ends
 LINK = re.compile(r"(\]\(|src=\")([^)\"\s#:]+)(?=[)\"#])")
+NAME = re.compile(r"\[([\w./-]+\.md)\]\(([^)\"\s#:]+)(?=[)#])")
+TITLE = re.compile(r"^# ([^:\n]+)", re.MULTILINE)  # up to its colon
 OUTSIDE = (
     "README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md",
     "tests/README.md",
@@ -100,7 +102,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             else link[0]
         )
 
-    return markdown if page.file.src_uri.startswith("api/") else LINK.sub(replaced, markdown)
+    def named(link: re.Match[str]) -> str:
+        """Shows a page's title where the repository shows its file."""
+        target = ROOT / resolved(own, link[2])
+        title = TITLE.search(target.read_text(encoding="utf-8")) if target.is_file() else None
+        return f"[{title[1]}]({link[2]}" if title else link[0]
+
+    if page.file.src_uri.startswith("api/"):
+        return markdown
+    return LINK.sub(replaced, NAME.sub(named, markdown))
 
 
 def targets(page: str, markdown: str) -> Iterator[str]:

@@ -119,7 +119,7 @@ REFUSED = [
             "--lora_target",
             "query",
         ),
-        "target_modules 'query' match no linear layer of the model, which has q, k, v, o, wi, wo",
+        "--lora-target-modules 'query' match no linear layer of the model, which has q, k, v, o, wi, wo",
     ),
     (
         ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--merge-adapter"),

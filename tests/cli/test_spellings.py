@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -55,6 +58,62 @@ def test_no_command_has_another_systems_name_of_an_option_that_one_has(pages):
         ("pretrain", "output_dir"),
         ("finetune", "output_dir"),
     }
+
+
+# Words of other names for the same: a new option is not another one's name in other words.
+SYNONYMS = {
+    "accum": "accumulation", "attn": "attention", "ckpt": "checkpoint", "dir": "folder", "directory": "folder",
+    "eval": "validation", "evaluation": "validation", "every": "interval", "freq": "interval", "grad": "gradient",
+    "iters": "steps", "iterations": "steps", "len": "length", "n": "num", "path": "folder", "period": "interval",
+    "seq": "sequence", "src": "source", "tgt": "target", "tok": "tokenizer", "vocabulary": "vocab",
+}  # fmt: skip
+
+
+def in_common_words(name: str) -> str:
+    return "_".join(SYNONYMS.get(word, word) for word in name.split("_"))
+
+
+def test_no_option_is_another_one_in_other_words(pages):
+    """Such as --seq-len beside --sequence-length, or --eval-every beside --eval-interval."""
+    assert in_common_words("seq_len") == in_common_words("sequence_length")
+    spelled: dict[str, set[str]] = {}
+    for own in pages.values():
+        for page in own.values():
+            for field in fields(page.arguments):
+                spelled.setdefault(in_common_words(field.name), set()).add(field.name)
+    assert {name: found for name, found in spelled.items() if len(found) > 1} == {}
+
+
+# Names of two things, each of which its command's own page explains: (name, commands).
+TWO_THINGS = {
+    "json": {"bench"},  # a file
+    "names": {"models"},  # of presets; elsewhere of tensors
+}
+
+
+def test_an_option_has_one_kind_of_value_in_all_commands(pages):
+    """A name is no number in one command and a folder in another."""
+    kinds: dict[str, dict[str, set[str]]] = {}
+    for command, own in pages.items():
+        for page in own.values():
+            hints = get_type_hints(page.arguments)
+            for field in fields(page.arguments):
+                if command not in TWO_THINGS.get(field.name, ()):
+                    kind = kind_of_value(hints[field.name])
+                    kinds.setdefault(field.name, {}).setdefault(kind, set()).add(command)
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+def kind_of_value(hint: object) -> str:
+    """What a value is: a truth value, a number, or a text (names of files and choices are texts)."""
+    parts = {part for part in get_args(hint) if part is not type(None)}
+    if get_origin(hint) in (Union, UnionType) and len(parts) == 1:
+        return kind_of_value(parts.pop())
+    if get_origin(hint) is Literal or hint in (str, Path):
+        return "text"
+    if get_origin(hint) is tuple:
+        return "list"
+    return str(hint)
 
 
 def test_other_spellings_go_on(capsys):
@@ -122,11 +181,12 @@ def test_mistakes_are_answered_with_what_was_meant(capsys):
 
 def test_a_command_line_that_does_not_parse_is_one_line(capsys):
     for words, line in (
+        (["models", "--tp", "x"], "--model-parallel-size: a whole number is needed, not 'x'"),
+        (["plan", "gpt2", "--gpu", "4"], "unrecognized options: --gpu; did you mean --gpus?"),
         (
-            ["models", "--tp", "x"],
-            "--model-parallel-size: invalid literal for int() with base 10: 'x'",
+            ["estimate", "gpt2", "--device-memory", "lots"],
+            "--device-memory: a number is needed, not 'lots'; see",
         ),
-        (["plan", "gpt2", "--gpu", "4"], "unrecognized options: --gpu, 4; did you mean --gpus?"),
         (
             ["estimate", "gpt2", "--precision", "fp8"],
             "--precision must be one of fp32, bf16, fp16, not 'fp8'",
@@ -172,8 +232,12 @@ def test_a_message_spells_arguments_as_options():
             "use it (--overwrite), or --overwrite",
         ),
         ("do_sample=False; do_sampled", "--no-do-sample; do_sampled"),
+        (
+            "target_modules 'x' match nothing; name it in modules_to_save",
+            "--lora-target-modules 'x' match nothing; name it in modules_to_save",
+        ),
     ):
-        names = ("do_sample", "seed", "overwrite", "a_b")
+        names = ("do_sample", "seed", "overwrite", "a_b", "lora_target_modules")
         assert name_options(message, names) == (spelled or message)
 
 

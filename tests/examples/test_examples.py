@@ -217,12 +217,26 @@ def test_bert_sorts_texts(run, folder):
 
 
 def test_glm_fills_a_blank(run, folder):
-    shown = run(command("glm"))
+    shown = run(command("glm_blanks"))
     curve = list(logged(folder, "glm-pytorch").values())
     assert (
         sum(curve[-6:]) / 6 < curve[0] - 0.8
     )  # single ones differ by half a nat: now tokens are blank, now documents
     assert re.search(r"'generated_text': 'Return the.+of the message\.'", shown)
+
+
+@pytest.mark.before_release
+def test_glm_classifies_by_filling_a_blank(run, folder):
+    shown = run(command("glm_cloze.py --epochs 1"))
+    accuracy = float(re.findall(r"accuracy on \d+ held-out texts: (\S+)", shown)[0])
+    assert accuracy > 0.9
+
+
+@pytest.mark.before_release
+def test_a_prompt_of_a_frozen_glm_learns(run, folder):
+    run(command("glm_cloze.py --prompt-tokens 4"))
+    curve = list(logged(folder, "cloze-pytorch-prompt").values())
+    assert sum(curve[-2:]) / 2 < curve[0]
 
 
 @pytest.mark.before_release

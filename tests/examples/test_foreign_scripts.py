@@ -1160,6 +1160,163 @@ trainer.train(model,
               optimizer=optimizer
               )
 """
+GLM_SAMPLES = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+
+if __name__ == "__main__":
+    model_name = 'GLM-large-ch'
+    loader = AutoLoader("lm", model_name, model_dir="./checkpoints"){CHANGED}
+    model, tokenizer = loader.get_model(), loader.get_tokenizer(){CHANGED}
+
+    # model.load_state_dict(torch.load("../glm_pretrain/checkpoints/1000/pytorch_model.bin")["module"])
+
+    predictor = Predictor(model, tokenizer)
+    # generate samples
+    text = ["one two? three: [gMASK]", "one two [MASK] three.", "one two, [sMASK], three."]
+    for t in text:
+        output = predictor.predict_generate_randomsample(
+            t, out_max_length=20, top_k=50, repetition_penalty=4.0, top_p=1.0)
+        assert isinstance(output, str)
+"""
+# What sets up processes in the script is `ParallelMesh`'s here.
+MULTI_GPU_BLANKS = f"""
+import torch
+import random
+import numpy as np
+from shardzoo.mpu import ParallelMesh{CHANGED}
+from shardzoo.compat import AutoLoader, Predictor{CHANGED}
+
+model_parallel_size = 2
+mpu = ParallelMesh(model_parallel_size){CHANGED}
+
+def set_random_seed(seed):
+    if seed is not None and seed > 0:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+set_random_seed(123)
+
+loader = AutoLoader("lm", model_name="GLM-large-ch", mesh=mpu){CHANGED}
+model = loader.get_model()
+model.half()
+tokenizer = loader.get_tokenizer()
+model.parallel_output = False
+model.eval()
+
+torch.distributed.barrier(group=mpu.get_model_parallel_group())
+
+text = "one two? three: [gMASK]"
+
+predictor = Predictor(model, tokenizer)
+out = predictor.predict_generate_randomsample(text, out_max_length=20)
+if mpu.get_model_parallel_rank() == 0:
+    print("pred is", out)
+"""
+OPT_PRETRAIN = f"""
+import os
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# single gpu
+trainer = Trainer(
+    env_type="pytorch", experiment_name="opt_13b", batch_size=2, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=1, log_interval=1, eval_interval=10000, load_dir=None, pytorch_device=device,
+    save_dir="checkpoints_opt_13b", checkpoint_activations=False, save_interval=1000,
+)
+
+src_dir = 'train.src'
+
+model_dir = "./state_dict/"
+os.makedirs(model_dir, exist_ok=True)
+maxlen = 1024
+
+model_name = "opt-125m-en"
+loader = AutoLoader("lm", model_name, model_dir, load_pretrain_params=False){CHANGED}
+model, tokenizer = loader.get_model(), loader.get_tokenizer(){CHANGED}
+
+def read_file():
+    src = []
+    tgt = []
+
+    with open(src_dir, 'r', encoding='utf-8') as f:
+        lines = f.readlines()
+        for line in lines:
+            src.append(line.strip('\\n').lower())
+
+    return src, src
+
+DATASET
+sents_src, sents_tgt = read_file()
+
+train_dataset = GPT2Seq2seqDataset(sents_src, sents_tgt, tokenizer=tokenizer, maxlen=maxlen)
+val_dataset = GPT2Seq2seqDataset(sents_src, sents_tgt, tokenizer=tokenizer, maxlen=maxlen)
+
+optimizer = torch.optim.Adam(model.parameters(),
+                             lr=1e-3,
+                             weight_decay=1e-5)
+
+trainer.train(model,
+              train_dataset=train_dataset,
+              valid_dataset=val_dataset,
+              collate_fn=GPT2Seq2seqDataset.collate_fn,
+              optimizer=optimizer
+              )
+"""
+QWEN = f"""
+import os
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+
+state_dict = "./checkpoints/"
+model_name = 'qwen3-8b'
+
+loader = AutoLoader("qwen3",
+                    model_dir=state_dict,
+                    model_name=model_name,
+                    device='cpu',
+                    use_cache=True)
+model = loader.get_model()
+tokenizer = loader.get_tokenizer()
+
+model.eval()
+
+# prepare the model input
+prompt = "one two three"
+messages = [
+    {{"role": "user", "content": prompt}}
+]
+text = tokenizer.apply_chat_template(
+    messages,
+    tokenize=False,
+    add_generation_prompt=True,
+    enable_thinking=True # Switches between thinking and non-thinking modes. Default is True.
+)
+model_inputs = tokenizer([text], return_tensors="pt").to(model.device)
+
+# conduct text completion
+generated_ids = model.generate(
+    **model_inputs,
+    max_new_tokens=12
+)
+output_ids = generated_ids[0][len(model_inputs.input_ids[0]):].tolist()
+
+# parsing thinking content
+try:
+    # rindex finding 151668 (</think>)
+    index = len(output_ids) - output_ids[::-1].index(151668)
+except ValueError:
+    index = 0
+
+thinking_content = tokenizer.decode(output_ids[:index], skip_special_tokens=True).strip("\\n")
+content = tokenizer.decode(output_ids[index:], skip_special_tokens=True).strip("\\n")
+assert 0 < len(output_ids) <= 12 and isinstance(content, str) and text.startswith("[user]")
+"""
 T2T = f"""
 from shardzoo import finetuning as t2t{CHANGED}
 
@@ -1191,6 +1348,72 @@ for name, param in trainer.model.shared.named_parameters():
 """
 
 
+PARAPHRASING = f"""
+from shardzoo import finetuning as t2t{CHANGED}
+
+trainer_arguments = t2t.TrainerArguments(
+    # model
+    model_name_or_path="state_dict/T5-base-ch",
+    cache_dir="cache",
+    # data inputs
+    train_file="./paraphrases.json",
+    validation_file="./paraphrases.json",
+    max_source_length=20,
+    max_target_length=8,
+    source_id="en",
+    target_id="pa",
+    # taining outputs
+    output_dir="./t5_paraphrase",
+    overwrite_output_dir=True,
+    # training settings
+    num_train_epochs=2,
+    per_device_train_batch_size=16,
+    learning_rate=1e-2,
+    prefix="paraphrase: ",
+    # validation settings
+    per_device_eval_batch_size=16,
+    evaluation_strategy="epoch",
+)
+trainer = t2t.Trainer(arguments=trainer_arguments)
+trainer.model_summary()
+trainer.train(valid=True)
+input_text = "paraphrase: one two three."
+texts = trainer.generate_diverse(input_text, max_length=8)
+assert all(isinstance(text, str) for text in texts)
+"""
+TLDR_GPT = f"""
+from shardzoo import finetuning as t2t{CHANGED}
+
+trainer_arguments = t2t.TrainerArguments(
+    # model
+    model_name_or_path="state_dict/gpt2-base-ch",
+    cache_dir="cache",
+    # data inputs
+    train_file="lines.txt",
+    validation_file="lines.txt",
+    block_size=24,
+    # taining outputs
+    output_dir="saved_gpt",
+    overwrite_output_dir=True,
+    # training settings
+    num_train_epochs=2,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    gradient_checkpointing=False,
+    adafactor=True,
+    fp16=False,
+    # validation settings
+    per_device_eval_batch_size=1,
+    evaluation_strategy="epoch",
+)
+trainer = t2t.Trainer(arguments=trainer_arguments)
+#trainer.freeze(embeddings=True)
+trainer.model_summary()
+trainer.train(valid=True)
+input_text = "<start> one two three <end> SENTIMENT: "
+assert isinstance(trainer.generate_single(input_text, max_length=64).split(" <end><start>")[0], str)
+"""
 DEEPSPEED_TEST = """
 trainer.model_summary(no_print=True)
 trainer.FreezeEmbeds()
@@ -1305,6 +1528,43 @@ def glm(environment: str) -> str:
     return script
 
 
+def opt_pretrain() -> str:
+    start = GPT2_TITLES.index("class GPT2Seq2seqDataset")
+    end = GPT2_TITLES.index("train_dataset =")
+    return OPT_PRETRAIN.replace("DATASET", GPT2_TITLES[start:end])
+
+
+def multi_gpu_decoder() -> str:
+    several = (
+        'env_type="deepspeed+mpu", num_checkpoints=1, save_optim=True, save_rng=True, master_ip="127.0.0.1", '
+        'master_port=17750, num_nodes=1, num_gpus=2, model_parallel_size=1, hostfile="./hostfile", '
+        "deepspeed_config='./stage_1.json', training_script=__file__, load_type='latest',"
+    )
+    script = GPT2_TITLES.replace('env_type="pytorch",', several).replace(
+        "batch_size=8", "batch_size=4"
+    )
+    model = 'AutoLoader("lm", model_name="aquila-7b", only_download_config=True, use_cache=False, '
+    script = script.replace('AutoLoader("seq2seq", model_name="gpt2-base-ch", ', model)
+    script = script.replace("valid_dataset=val_dataset,", "# valid_dataset=val_dataset,")
+    script = script.replace("optimizer=optimizer", "# optimizer=optimizer")
+    return script.replace("checkpoints_gpt2_title-generation", "several_decoders")
+
+
+def environment_arguments() -> str:
+    """`train_env_trainer.py`, whose command line has the arguments."""
+    script = glm("pytorch").replace(
+        "from shardzoo.trainer import Trainer", "from shardzoo.compat import EnvTrainer, EnvArgs"
+    )
+    begin, end = script.index("trainer = Trainer("), script.index("loader =")
+    return script[:begin] + "env_args = EnvArgs()\ntrainer = EnvTrainer(env_args)\n" + script[end:]
+
+
+ENVIRONMENT_ARGUMENTS = (
+    "--epochs=2 --batch_size=4 --env_type=pytorch --lr=2e-3 --log_interval=1 --experiment_name=env --save_dir=env "
+    "--num_checkpoints=1 --fp16=False --wandb=False --pytorch_device=cpu"
+)
+
+
 def multi_gpu_titles() -> str:
     several = (
         'env_type="pytorchDDP", num_checkpoints=1, master_ip="127.0.0.1", master_port=17750, num_nodes=1, num_gpus=2, '
@@ -1356,12 +1616,20 @@ SCRIPTS = {
     "FlagAI roberta_semantic_matching/generate": MATCHING_GENERATE,
     "FlagAI roberta_title_generation/train_multi_gpu": multi_gpu_titles(),
     "FlagAI gpt2_title_generation": GPT2_TITLES,
+    "FlagAI gpt2_title_generation/train_multi_gpu": multi_gpu_decoder(),
+    "FlagAI glm_title_generation/train_env_trainer": environment_arguments(),
+    "FlagAI glm_blank_filling": GLM_SAMPLES,
+    "FlagAI quickstart/glm_blank_filling_QA_ch_mutigpu": MULTI_GPU_BLANKS,
+    "FlagAI opt_pretrain": opt_pretrain(),
+    "FlagAI Qwen/generate": QWEN,
     "t2t tldr": t2t(f"{VALIDATED} gradient_accumulation_steps=1,", TRAIN_AND_TEST),
     "t2t gradient_checkpointing": t2t("gradient_checkpointing=True,", TRAIN_AND_TEST, valid=False),
     "t2t soft_prompt_tuning": t2t(
         f'{VALIDATED} source_id="s", target_id="t", warmup_ratio=0.1, lr_scheduler_type="linear", fp16=False,'
         'logging_strategy="epoch", save_strategy="epoch", save_total_limit=1,', PROMPTS,
     ),
+    "t2t tldr-gpt": TLDR_GPT,
+    "t2t paraphrasing": PARAPHRASING,
     "t2t deepspeed_test": t2t('deepspeed="zero_3.json",', DEEPSPEED_TEST),
     "diacritics": diacritics("pytorch", 1),
     "diacritics on two processes": diacritics("pytorchDDP", 2),
@@ -1380,6 +1648,8 @@ FOLLOWS = {
 SEVERAL = (
     "FlagAI glm_title_generation",
     "FlagAI roberta_title_generation/train_multi_gpu",
+    "FlagAI gpt2_title_generation/train_multi_gpu",
+    "FlagAI quickstart/glm_blank_filling_QA_ch_mutigpu",
     "t2t deepspeed_test",
     "t2t model_parallel",
     "diacritics",  # reads by workers
@@ -1433,6 +1703,10 @@ def folder(tmp_path_factory):
     )
     transformers.OPTForCausalLM(config).save_pretrained(models / "opt-125m-en")
     save_model(models / "CPM-large-ch", "GPT2LMHeadModel", "gpt2", n_positions=256)
+    save_model(models / "aquila-7b", "LlamaForCausalLM", "gpt2")
+    save_model(models / "qwen3-8b", "Qwen3ForCausalLM", "gpt2")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(models / "qwen3-8b")
     (models / "BERT-base-en").symlink_to("RoBERTa-base-ch")
     (root / "checkpoints").symlink_to(models)  # FlagAI's default folder of models
     rows = [(f"{text(n, 5)} red", text(n, 2)) for n in range(16)]
@@ -1446,8 +1720,13 @@ def folder(tmp_path_factory):
     (root / "faq.csv").write_text("\n".join(["title,question,reply", *answers]) + "\n")
     records = [json.dumps({"translation": {"s": source, "t": target}}) for source, target in rows]
     (root / "pairs.json").write_text("\n".join(records))
+    pairs = [json.dumps({"translation": {"en": source, "pa": target}}) for source, target in rows]
+    (root / "paraphrases.json").write_text("\n".join(pairs))
+    lines = [f"<start> {source} <end> SENTIMENT: {target} <end>" for source, target in rows]
+    (root / "lines.txt").write_text("\n".join(lines))
     (root / "hostfile").write_text("localhost slots=2\n")
     (root / "deepspeed.json").write_text(json.dumps(CONFIG))
+    (root / "stage_1.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     (root / "zero_3.json").write_text(json.dumps(ZERO_3))
     return root
 
@@ -1469,11 +1748,15 @@ def test_a_script_runs(name, folder, monkeypatch):
     path.write_text(SCRIPTS[name])
     if name in SEVERAL:
         command = ["python", str(path)]
+        if name.endswith("mutigpu"):
+            command = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2", str(path)]
         ran = subprocess.run(
             command, env=warm_environment(), capture_output=True, text=True, timeout=280
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr
     else:
+        words = ENVIRONMENT_ARGUMENTS.split() if name.endswith("env_trainer") else []
+        monkeypatch.setattr("sys.argv", [str(path), *words])
         runpy.run_path(str(path), run_name="__main__")
     curves = sorted(Path(folder).rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     if "trainer.train" in SCRIPTS[name] or name.startswith("t2t"):

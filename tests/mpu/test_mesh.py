@@ -343,6 +343,8 @@ def test_one_process_cannot_be_split(monkeypatch):
         ValueError, match=r"need a multiple of 4 processes.*torchrun --nproc-per-node 4"
     ):
         ParallelMesh(2, 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1, got 0"):
+        ParallelMesh(0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -358,6 +360,39 @@ def test_one_process_cannot_be_split(monkeypatch):
             changed.setenv(name, "x")
             with pytest.raises(ValueError, match=f"{name}='x', which a launcher sets, is not"):
                 ParallelMesh(2)
+
+
+def refused_mesh(size: int) -> tuple[str, str, bool]:
+    """The refusal of a mesh, and what Python prints if it, or another error, ends the script."""
+    import io
+    import sys
+    from contextlib import redirect_stderr
+
+    from shardzoo.mpu import ParallelMesh
+
+    before = sys.excepthook
+    others = []
+    sys.excepthook = lambda *error: others.append(error)
+    try:
+        ParallelMesh(tensor_parallel_size=size)
+    except ValueError as error:
+        with redirect_stderr(io.StringIO()) as shown:
+            sys.excepthook(type(error), error, error.__traceback__)
+        untouched = not others
+        sys.excepthook(KeyError, KeyError(), None)
+        return str(error), shown.getvalue(), untouched and len(others) == 1
+    finally:
+        sys.excepthook = before
+    raise AssertionError("it is a mesh")
+
+
+def test_a_script_that_asks_for_a_wrong_mesh_ends_with_one_line(run_ranks):
+    (first, shown, own), (other, silent, others_own) = run_ranks(2, refused_mesh, 3)
+    assert first == other
+    assert shown == f"error: {first}\n"
+    assert silent == ""
+    assert own
+    assert others_own
 
 
 def test_no_mesh_is_one_process():

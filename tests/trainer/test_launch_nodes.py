@@ -185,7 +185,8 @@ def test_a_dry_run_starts_nothing(hosts, monkeypatch, capsys):
 
 def test_a_dry_run_on_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", "--lr", "1"])
+    words = ["python", "-u", "train.py", "--lr", "1", "--dry-run", "dry_run=True"]
+    monkeypatch.setattr(sys, "orig_argv", words)
     assert start_processes(2, dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" WORLD_SIZE")[0] for line in lines] == [
@@ -193,6 +194,7 @@ def test_a_dry_run_on_this_machine(monkeypatch, capsys):
         "RANK=1 LOCAL_RANK=1",
     ]
     assert all(line.endswith("-u train.py --lr 1") for line in lines)
+    assert all("MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 " in line for line in lines)
 
 
 def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypatch, capsys):

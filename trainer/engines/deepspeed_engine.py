@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, cast
 
 import deepspeed
@@ -142,7 +143,7 @@ class DeepSpeedEngine:
             mark_experts(model, ranks.mesh)
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
-        with own_choices(buckets=overlaps, experts=has_dealt_experts(model)):
+        with own_choices(buckets=overlaps, experts=has_dealt_experts(model)), quiet_setup():
             self.model = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=config, mpu=mpu
             )[0]
@@ -470,6 +471,15 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
             "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the "
             "optimizer"
         )
+
+
+@contextmanager
+def quiet_setup() -> Generator[None]:
+    """Hides what DeepSpeed prints while it is set up: the memory in use, in bf16, and the layers of a
+    pipeline, whose stages the trainer shows itself.
+    """
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 @contextmanager

@@ -5,7 +5,6 @@ arXiv:1806.03377).
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 from collections.abc import Generator
@@ -25,7 +24,13 @@ from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
 from ..optimizers.adamw import clip_gradients
-from .deepspeed_engine import DeepSpeedEngine, has_dealt_experts, mark_experts, own_choices
+from .deepspeed_engine import (
+    DeepSpeedEngine,
+    has_dealt_experts,
+    mark_experts,
+    own_choices,
+    quiet_setup,
+)
 from .engine import Forward, StepOutcome
 
 
@@ -77,7 +82,7 @@ class PipelineEngine(DeepSpeedEngine):
         # over all of them.
         topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, ranks.replica_size)
         deepspeed.init_distributed(dist_init_required=False)
-        with _quiet(), _local_rank():
+        with quiet_setup(), _local_rank():
             stages = deepspeed.PipelineModule(
                 [self._layer] * mesh.pp_size,
                 topology=topology,
@@ -309,13 +314,6 @@ def _find_process_groups(stages: Any) -> list[Any]:
             if isinstance(value, dist.ProcessGroup):
                 found[id(value)] = value
     return list(found.values())
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Hides what DeepSpeed prints about a pipeline; the trainer shows the stages itself."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -30,6 +31,8 @@ from .stop_signal import leave_closed_terminal, signals_that_save
 THIS_MACHINE = Nodes()
 DEFAULT_FAULTS = Faults()
 POLL_SECONDS = 0.05
+# As an option, as `key=value`, and as FlagAI's scripts write it.
+DRY_RUN = re.compile(r"(--)?dry[-_]run(=\w+)?")
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
@@ -71,7 +74,7 @@ def ensure_processes(
         return launch
     if world_size == 1 and not nodes.slots() and not (faults.max_restarts and not dry_run):
         if dry_run:
-            print(shlex.join([sys.executable, *own_command(script)]))
+            print(shlex.join([sys.executable, *_without_dry_run(own_command(script))]))
             raise SystemExit(0)
         return launch
     raise SystemExit(
@@ -160,16 +163,25 @@ def start_processes(
             from .agent import run_ranks  # imports torch, which a started rank may not need yet
 
             return run_ranks(command, world_size, faults)
+        line = shlex.join(_without_dry_run(command))
+        where = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={nodes.master_port}"
         for rank in range(world_size):
-            print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {shlex.join(command)}")
+            print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {where} {line}")
         return 0
     words = own_script(script)
+    if dry_run:
+        words = _without_dry_run(words)
     command = deepspeed_command(nodes, words)
     if dry_run:
         print("\n".join(_describe(nodes, command, words)))
         return 0
     check_launcher(nodes.launcher)
     return _run(command, faults.grace_period)
+
+
+def _without_dry_run(words: Sequence[str]) -> list[str]:
+    """Returns a command line without what makes it print itself."""
+    return [word for word in words if not DRY_RUN.fullmatch(word)]
 
 
 def own_command(script: str | None = None) -> list[str]:
