@@ -17,14 +17,14 @@ from ..finetuning.arguments import FinetuningArguments
 from ..finetuning.data import TextTokenizer, prefix_mask
 from ..finetuning.loading import ModelSource, find_source, load_model, task_config
 from ..finetuning.tasks import Labels
-from ..models import family, from_config
+from ..models import FAMILIES, family, from_config
 from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh
 
 # FlagAI's task -> ours. Those that generate mean the architecture that the family has for them.
 TASKS = {
     **dict.fromkeys(("seq2seq", "title-generation", "poetry"), "text2text-generation"),
-    **dict.fromkeys(("lm", "masklm", "llama3", "qwen3"), "text-generation"),
+    **dict.fromkeys(("lm", "masklm", "llama3"), "text-generation"),
     **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
     **dict.fromkeys(("sequence-labeling-crf", "ner-crf"), "token-classification"),
@@ -45,7 +45,7 @@ class AutoLoader:
         task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
             classification, semantic-matching, embedding, sequence-labeling or ner. The last two
             with `-crf` have a conditional random field, `model.crf_layer`; with `-gp` a global
-            pointer. FlagAI's llama3 and qwen3 mean lm.
+            pointer. FlagAI's llama3, and the name of a family, mean lm.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
         load_pretrain_params: Load the folder's weights; else the model is new.
@@ -76,6 +76,8 @@ class AutoLoader:
         device: torch.device | str = "cpu",
         mesh: ParallelMesh | None = None,
     ) -> None:
+        if task_name in FAMILIES:
+            task_name = "lm"
         if task_name not in TASKS:
             raise ValueError(f"task_name must be one of {', '.join(TASKS)}, not {task_name!r}")
         self.folder = Path(model_dir, model_name)
