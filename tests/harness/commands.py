@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,10 +51,11 @@ def warm_environment(*folders: Path, **variables: str | None) -> dict[str, str]:
 @cache
 def warm_programs() -> Path:
     """A folder of stand-ins for the programs beside the interpreter, and the server that runs what they stand for."""
-    folder = tempfile.TemporaryDirectory()
-    programs, server = Path(folder.name, "bin"), Path(__file__).with_name("warm_server.py")
+    # No TemporaryDirectory: since Python 3.13 a forked process drops what is registered, and with it the folder.
+    folder = tempfile.mkdtemp()
+    programs, server = Path(folder, "bin"), Path(__file__).with_name("warm_server.py")
     programs.mkdir()
-    path = str(Path(folder.name, "socket"))
+    path = str(Path(folder, "socket"))
     words = [sys.executable, str(server), path]
     process = subprocess.Popen(
         words,
@@ -62,7 +64,7 @@ def warm_programs() -> Path:
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    atexit.register(folder.cleanup)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.communicate)
     if b"ready\n" not in iter(
         process.stdout.readline, b""
