@@ -80,10 +80,15 @@ def test_a_run_that_has_saved_nothing_yet_is_not_called_broken(tmp_path, other_p
         ValueError, match=rf"goes on in process {process.pid} on .* no checkpoint yet"
     ):
         folder.first_step(resume=True, overwrite=False)
+    folder.arguments_file.touch()
+    with pytest.raises(ValueError, match=rf"a run that goes on in process {process.pid} on "):
+        folder.first_step(resume=False, overwrite=False)
     process.kill()
     process.wait()
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
         folder.first_step(resume=True, overwrite=False)
+    with pytest.raises(ValueError, match="holds another run"):
+        folder.first_step(resume=False, overwrite=False)
 
 
 def test_the_folder_of_a_killed_process_is_free_at_once(tmp_path, other_process):
