@@ -15,12 +15,13 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(VENV)/.complete
 
 # torch comes first: DeepSpeed's set-up and our own look at it. seqeval's set-up fails without build isolation.
+# megatron-core has no wheel for Python 3.14, and its set-up asks the first `python3` for pybind11.
 $(VENV)/.complete: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
 	$(PIP) torch numpy seqeval
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev,docs,notebook,triton]"
-	$(PIP) --no-deps megatron-core
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation --no-deps megatron-core
 	touch $@
 
 # MODEL is a family, such as t5: its quickstart in runs/t5-quickstart. Without it, GPT-2's in runs/quickstart.
