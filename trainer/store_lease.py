@@ -1,11 +1,13 @@
 """Lets one run at a time use a folder of an object store, by an object that names its owner.
 
 The object is made only if there is none, which S3, Google Cloud Storage and `memory://` do in one
-step. Its owner writes it anew every twenty seconds. One whose process has ended on this host is
-replaced at once, one from elsewhere after a minute without a sign of life. Two runs on different
-hosts that replace the same dead one in the same two seconds both look again, and one gives up. A
-run that stood still for longer than a minute finds out before it sends its next checkpoint that it
-has lost the folder; an upload that it had begun before may still arrive.
+step. A store that makes it also where there is one, as older servers and emulators do, is noticed;
+there a run looks again after two seconds whether the object is still its own. The owner writes it
+anew every twenty seconds. One whose process has ended on this host is replaced at once, one from
+elsewhere after a minute without a sign of life. Two runs on different hosts that replace the same
+dead one in the same two seconds both look again, and one gives up. A run that stood still for
+longer than a minute finds out before it sends its next checkpoint that it has lost the folder; an
+upload that it had begun before may still arrive.
 """
 
 from __future__ import annotations
@@ -72,6 +74,14 @@ class StoreLease:
         }
         write_object(self.url, json.dumps(owner).encode(), create=create)
 
+    def create(self) -> bool:
+        """Makes the object; returns whether the store has done so."""
+        try:
+            self.write(create=True)
+        except FileExistsError:
+            return False
+        return True
+
     def is_own(self) -> bool:
         return _read_owner(self.url).get("token") == self.token
 
@@ -107,10 +117,12 @@ def take_in_store(path: Path, notify: Callable[[str], None]) -> None:
     if copy is None:
         return
     lease = StoreLease(copy.remote(LOCK_OBJECT))
-    try:
-        lease.write(create=True)
-    except FileExistsError:
+    # A store that does not know the condition would make it also where there is one: then the
+    # second time, too.
+    if find_object(lease.url) is not None or not lease.create():
         _replace(lease, copy.url, notify)
+    elif lease.create():
+        _settle(lease, copy.url)
     lease.keep()
     _leases[path] = lease
 
@@ -141,6 +153,11 @@ def _replace(lease: StoreLease, url: str, notify: Callable[[str], None]) -> None
         if find_object(lease.url) != before:
             raise ValueError(in_use)
     lease.write()
+    _settle(lease, url)
+
+
+def _settle(lease: StoreLease, url: str) -> None:
+    """Raises ValueError if another run that began in the same moments has written last."""
     time.sleep(SECONDS_TO_SETTLE)
     if not lease.is_own():
         raise ValueError(f"{url} was taken by another run just now; use another folder")

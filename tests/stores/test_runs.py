@@ -316,6 +316,31 @@ def test_a_reservation_whose_answer_is_lost_is_ones_own(memory_bucket, monkeypat
     assert find_object(f"{url}/{LOCK}") is None
 
 
+def test_a_store_that_replaces_what_it_should_only_make(memory_bucket, monkeypatch, tmp_path):
+    url = f"{memory_bucket}/run"
+
+    def replace_always(address, content, *, create=False):
+        write_object(address, content)
+
+    monkeypatch.setattr(store_lease, "write_object", replace_always)
+    monkeypatch.setattr(store_lease, "SECONDS_TO_SETTLE", 0.0)
+    folder = find_work(url)
+    take_folder(folder)
+    monkeypatch.setenv("SHARDZOO_OBJECTS", str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=f"{url} is in use by process {os.getpid()}"):
+        take_folder(find_work(url))
+    return_folder_at(folder, monkeypatch, tmp_path)
+
+    # Another run begins at the same moment, and writes last.
+    def lose(address, content, *, create=False):
+        replace_always(address, content)
+        write_object(address, json.dumps({"token": "other"}).encode())
+
+    monkeypatch.setattr(store_lease, "write_object", lose)
+    with pytest.raises(ValueError, match=f"{url} was taken by another run just now"):
+        take_folder(folder)
+
+
 def test_a_live_owner_elsewhere_keeps_the_folder(memory_bucket, monkeypatch):
     url = f"{memory_bucket}/run"
     monkeypatch.setattr(store_lease, "SECONDS_WITHOUT_SIGN", 5.0)
