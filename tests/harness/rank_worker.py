@@ -14,11 +14,14 @@ import cloudpickle
 import quick_disk  # noqa: F401 - for what it does
 import torch
 import torch.distributed as dist
+from fixed_draws import seed_all
 from parent import end_with_parent
 from quick_collections import ignore_what_exists
 
 # A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
+
+WORKER_SEED = 1  # that of every rank: tests count on equal draws as after a fork
 
 _meshes: dict[tuple[int, ...], Any] = {}
 
@@ -103,7 +106,8 @@ def _run(job: bytes) -> bytes:
     from shardzoo.mpu import dropout_state
 
     try:
-        # Whatever the last function set.
+        # Whatever the last function set, or drew.
+        seed_all(WORKER_SEED)
         torch.set_num_threads(1)
         dropout_state.clear()
         function, args, kwargs = cloudpickle.loads(job)
