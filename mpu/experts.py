@@ -30,7 +30,6 @@ from ..ops import (
     permute_tokens,
     sort_by_expert,
 )
-from ..ops.device import records_graph
 from ..ops.dropout_mask import keys_from_row
 from ..ops.experts import add_expert_bias, permute_rows
 from .collectives import (
@@ -126,7 +125,7 @@ class ParallelExperts(SplitLayer):
         first, last: The experts of this rank, [first, last); they may be none.
         load: int64 [E + 1], how often each expert, of all ranks, was chosen for this rank's tokens
             while `expert_load_counting` was on, and the number of choices that were dropped; None if
-            nobody counts. Tensor-parallel ranks count the same tokens. Compiled code does not count.
+            nobody counts. Tensor-parallel ranks count the same tokens.
         stack: The part of the model whose tokens these are: "encoder", "decoder", or "" where there
             is one stack.
         adapter: None, or a module whose `add(weight, product, x, counts)` returns what a product with
@@ -202,7 +201,7 @@ class ParallelExperts(SplitLayer):
                 a dropped token.
             experts: int64 [B, S, k], the experts that the weights belong to.
         """
-        if self.load is not None and expert_load_counting.is_on and not records_graph():
+        if self.load is not None and expert_load_counting.is_on:
             self.count_choices(self.load, experts)
         if self.sequence_parallel:
             x = gather_sequence(x, self.mesh)

@@ -136,6 +136,18 @@ def test_dropped_choices_are_logged_and_padding_is_not(tmp_path):
     assert again == values
 
 
+@pytest.mark.before_release
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("config", [MIXTURE, SWITCH], ids=["mixtral", "switch"])
+def test_compiled_blocks_count_alike(tmp_path, config, recompute):
+    """Also where the backward pass runs a compiled block again."""
+    settings = {"env_type": "pytorch", "micro_batch_size": 4, "recompute": recompute}
+    expected = train(None, tmp_path / "plain", config, **settings)
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    assert train(None, tmp_path / "compiled", config, **settings, **compiled) == expected
+    assert all(expected)
+
+
 def test_each_reading_counts_anew_and_evaluation_does_not_count():
     from shardzoo.mpu import expert_load_counting
     from shardzoo.trainer.launch.ranks import Ranks

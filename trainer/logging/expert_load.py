@@ -44,7 +44,7 @@ class ExpertLoad:
             entropy of the distribution of rows over the experts, relative to that of an even one.
             `router/dropped`, if any choice was dropped: the share of dropped choices in all layers.
             The same names with a layer at the end are those of single layers. Nothing if no token
-            was counted, as in compiled code.
+            was counted.
         """
         if not self._mixtures:
             return {}
