@@ -124,6 +124,11 @@ def test_the_arguments_that_replace_others_exist():
     for page in (page for page in PAGES if "/coming-from/" in page):
         for row in re.findall(r"^\|.*?\| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE):
             for code in re.findall(r"`([^`]+)`", row):
+                if example := re.match(r"examples/\w+\.py", code):
+                    source = (ROOT / example[0]).read_text()
+                    names = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", code)]
+                    assert all(re.search(rf"\b{name}\b", source) for name in names), row
+                    continue
                 names = re.findall(r"--([\w-]+)", code) or re.findall(r"([\w.]+)=", code)
                 unknown = [name for name in names if name.replace("-", "_") not in known]
                 assert not unknown, f"{page}: {row}"
