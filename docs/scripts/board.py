@@ -1,4 +1,5 @@
-"""Takes the pictures of docs/board.md with a headless Chromium: of the board, and of the first run's report.
+"""Takes the pictures of docs/board.md with a headless Chromium: of the board, of the first run's report, and of the
+site's first page if `make docs` has built it.
 
 python docs/scripts/board.py runs/quickstart runs/t5-quickstart
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from shardzoo.cli.board.command import Board, make_server
 
 PICTURES = Path(__file__).parents[1] / "pictures"
+SITE = Path(__file__).parents[2] / "build" / "site" / "index.html"
 VIEWS = {
     "board.png": ("", "1280,1040"),
     "board_shards.png": ("#layout-0", "1280,720"),
@@ -38,7 +40,10 @@ def main(runs: list[str]) -> int:
         board = f"http://127.0.0.1:{server.server_address[1]}/"
         report = (Path(runs[0]) / "report.html").resolve().as_uri()
         pictures = {name: (board + view, window) for name, (view, window) in VIEWS.items()}
-        for name, (url, window) in {**pictures, "report.png": (report, "900,1190")}.items():
+        pictures["report.png"] = report, "900,1190"
+        if SITE.exists():
+            pictures["site.png"] = SITE.as_uri(), "1280,1000"
+        for name, (url, window) in pictures.items():
             options = [
                 f"--screenshot={PICTURES / name}",
                 f"--window-size={window}",
