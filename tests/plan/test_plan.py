@@ -345,7 +345,7 @@ def test_the_recipe_of_every_layout_is_accepted():
         (["--network", "ethernet"], "there is no 'ethernet'"),
         (["--gpus", "0"], "gpus must be at least 1, not 0"),
         (["--tokens", "-1"], "tokens must be above 0"),
-        (["--node-size", "0"], "node_size must be a whole number above 0 and below 1e+09, not 0"),
+        (["--node-size", "0"], "--node-size must be a whole number above 0 and below 1e+09, not 0"),
         (["--peak", "nan"], "peak must be a number above 0 and below 1e+09, not nan"),
         (["--memory", "-80"], "memory must be a number above 0"),
         (["--inside", "0"], "inside must be a link's name or GB/s above 0, not '0'"),
