@@ -26,6 +26,7 @@ class ParameterSize:
         is_embedding: Whether the parameter belongs to an embedding.
         is_hidden_matrix: Whether it is a matrix of a hidden layer: see `find_hidden_matrices`.
         is_expert: Whether it has stacked experts, which the ranks along the expert axis share.
+        padding: Elements of the largest part that belong to no row of the whole parameter.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParameterSize:
     is_embedding: bool
     is_hidden_matrix: bool = False
     is_expert: bool = False
+    padding: int = 0
 
     @property
     def full(self) -> int:
@@ -44,12 +46,14 @@ class ParameterSize:
         return prod(self.local_shape)
 
 
-def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
+def parameter_sizes(
+    config: ModelConfig, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+) -> list[ParameterSize]:
     """Returns the size of each parameter.
 
     Raises ValueError, naming the sizes that work, if the model cannot be split so.
     """
-    return measure_parameters(unsplit_on_meta(config), tensor_parallel_size)
+    return measure_parameters(unsplit_on_meta(config), tensor_parallel_size, expert_parallel_size)
 
 
 def measure_parameters(
@@ -75,12 +79,16 @@ def measure_parameters(
     sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
+        padding = 0
         if shard is None:
             shape = tuple(parameter.shape)
             local_shape = shape
         else:
             shape = tuple(shard.shape)
             local_shape = tuple(shard.local_shape(first, axes))
+            if any(split.pad_multiple for split in shard.splits):
+                held = shard.without_padding().local_shape(first, axes)
+                padding = prod(local_shape) - prod(held)
         sizes.append(
             ParameterSize(
                 name,
@@ -89,6 +97,7 @@ def measure_parameters(
                 parameter in embeddings,
                 parameter in hidden,
                 shard is not None and shard.splits_experts,
+                padding,
             )
         )
     return sizes

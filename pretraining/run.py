@@ -339,7 +339,7 @@ class Pretraining:
         arguments = self.arguments
         ranks = self.trainer.ranks
         global_batch = arguments.global_batch(ranks.dp_size)
-        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size, ranks.cp_size)
+        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size, ranks.cp_size, ranks.ep_size)
         plot_loss(
             folder.metrics(),
             folder.loss_plot,

@@ -57,9 +57,17 @@ def run_facts(
     """Returns what is known of a run before its corpus: the model, how it is split, the objective,
     the steps.
     """
-    sizes = parameter_sizes(config, tp_size)
+    dealt = arguments.expert_parallel_size
+    sizes = parameter_sizes(config, tp_size, dealt)
     full = sum(size.full for size in sizes)
     local = sum(size.local for size in sizes)
+    padding = sum(size.padding for size in sizes)
+    stages = arguments.pipeline_parallel_size
+    held = f"{local:,} on a rank"
+    if stages > 1:
+        held = f"{local:,} on one rank of each stage together"
+    if padding:
+        held += f" with {padding:,} of the vocabulary's padding"
     engine: str = arguments.env_type
     stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
     if stage:
@@ -74,15 +82,12 @@ def run_facts(
         objective += f" ({settings})"
     resuming = f", last saved at step {first_step:,}" if first_step else ""
     return {
-        "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, "
-        f"{local:,} on a rank",
+        "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, {held}",
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
         **teacher_fact(arguments),
         "tokenizer": tokenizer_fact(inputs, config),
         "objective": objective,
-        "mesh": mesh_fact(
-            arguments.pipeline_parallel_size, dp_size, tp_size, arguments.context_parallel_size
-        ),
+        "mesh": mesh_fact(stages, dp_size, tp_size, arguments.context_parallel_size, dealt),
         "precision": arguments.precision,
         "engine": engine,
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
@@ -101,13 +106,18 @@ def teacher_fact(arguments: PretrainingArguments) -> dict[str, str]:
     return {"teacher": f"{arguments.teacher_model} over {ranks} ranks, {share} {heat}"}
 
 
-def mesh_fact(stages: int, dp_size: int, tp_size: int, cp_size: int = 1) -> str:
-    """Returns how many processes there are, and what each axis of the mesh splits."""
+def mesh_fact(stages: int, dp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1) -> str:
+    """Returns how many processes there are, and what each axis of the mesh splits.
+
+    Args:
+        ep_size: How many of the data-parallel ranks share the experts.
+    """
     pipeline = f"{stages} pipeline stages x " if stages > 1 else ""
     context = f"{cp_size} context-parallel x " if cp_size > 1 else ""
+    expert = f", of which {ep_size} expert-parallel" if ep_size > 1 else ""
     processes = stages * dp_size * cp_size * tp_size
     return (
-        f"{pipeline}{tp_size} tensor-parallel x {context}{dp_size} data-parallel = "
+        f"{pipeline}{tp_size} tensor-parallel x {context}{dp_size} data-parallel{expert} = "
         f"{processes} processes"
     )
 
@@ -140,7 +150,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     peak = max((stage.peak for stage in stages), key=lambda peak: peak.total)
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
     uneven = compute_uneven_work(build_on_meta(inputs.config, None), tp_size)
-    if uneven >= 0.001:
+    if tp_size > 1 and uneven >= 0.01:
         facts["uneven work"] = (
             f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from every_case import by_turns
 from pretraining_runs import STEPS, arguments_of, run_pretraining
+from rich.console import Console
 from tiny_models import hf_model, tiny
 from training import without_digests
 
@@ -499,8 +501,6 @@ def test_ids_outside_of_the_vocabulary_are_found_before_anything_is_written(
 
 
 def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
-    from rich.console import Console
-
     from shardzoo.pretraining.tables import run_plan
 
     arguments = arguments_of(
@@ -521,3 +521,42 @@ def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
     )
     assert "uneven" not in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_counts_a_ranks_own_experts_and_its_padding(tmp_path):
+    from shardzoo.pretraining.tables import run_facts
+
+    arguments = arguments_of(
+        tmp_path / "run", model="mixtral-quickstart", vocab_size=100, expert_parallel_size=2
+    )
+    inputs = choose_inputs(arguments, ONE)
+    config = inputs.config.with_changes(vocab_size=100)
+    hidden = config.hidden_size
+    experts = config.num_hidden_layers * config.num_local_experts
+    experts *= 3 * hidden * config.intermediate_size
+
+    facts = run_facts(arguments, inputs, config, 1, 2)
+    full = int(re.search(r"([\d,]+) parameters", facts["model"])[1].replace(",", ""))
+    padding = 2 * (128 - 100) * hidden  # of the embedding and of the head
+    assert facts["model"].endswith(
+        f"{full - experts // 2 + padding:,} on a rank with {padding:,} of the vocabulary's padding"
+    )
+    assert facts["mesh"] == (
+        "1 tensor-parallel x 2 data-parallel, of which 2 expert-parallel = 2 processes"
+    )
+
+
+def test_a_plan_names_uneven_work_of_several_ranks_alone(tmp_path):
+    from shardzoo.pretraining.tables import run_plan
+
+    def plan(**changes: Any) -> str:
+        arguments = arguments_of(
+            tmp_path / "run", model="gpt2-quickstart", num_attention_heads=6, **changes
+        )
+        console = Console(width=250)
+        with console.capture() as shown:
+            console.print(run_plan(arguments, choose_inputs(arguments, ONE)))
+        return shown.get()
+
+    assert "uneven work" not in plan(vocab_size=100)  # The padding is more than 1 % of the model.
+    assert "uneven work" in plan(vocab_size=100, model_parallel_size=4)
