@@ -173,33 +173,64 @@ def pair_tensors(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Te
     Raises:
         ValueError: The layouts do not have the same tensors, each exactly once.
     """
+    copies, differences = pair_common_tensors(source, target, ("the source", "the target"))
+    if differences:
+        raise ValueError(differences[0])
+    return copies
+
+
+def pair_common_tensors(
+    source: CheckpointLayout, target: CheckpointLayout, names: tuple[str, str]
+) -> tuple[tuple[TensorCopy, ...], list[str]]:
+    """Pairs the tensors that both layouts have in the same shape, and describes all others.
+
+    Args:
+        names: Of the two layouts, for the descriptions.
+
+    Returns:
+        The pairs, in the order of the source's bytes, and the descriptions.
+
+    Raises:
+        ValueError: A layout does not have each of its own tensors exactly once.
+    """
     source.check()
     target.check()
-    _check_same_names("parameter", source.placements, target.placements)
-    _check_same_names("tensor", source.extras, target.extras)
+    differences = _list_unshared("parameter", source.placements, target.placements, names)
+    differences += _list_unshared("tensor", source.extras, target.extras, names)
     copies: list[TensorCopy] = []
     for name, placement in source.placements.items():
-        goal = target.placements[name]
+        goal = target.placements.get(name)
+        if goal is None:
+            continue
         if (placement.shape, placement.dim) != (goal.shape, goal.dim):
-            raise ValueError(
-                f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target"
+            differences.append(
+                f"{name} has shape {placement.shape} in {names[0]}, but {goal.shape} in {names[1]}"
             )
+            continue
         copies.append(TensorCopy(name, placement, goal))
     for name, tensor in source.extras.items():
-        goal_tensor = target.extras[name]
+        goal_tensor = target.extras.get(name)
+        if goal_tensor is None:
+            continue
         if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
-            raise ValueError(
+            differences.append(
                 f"{tensor} is {tensor.dtype} {tensor.shape}, "
                 f"but {goal_tensor} is {goal_tensor.dtype} {goal_tensor.shape}"
             )
+            continue
         copies.append(TensorCopy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
-    return tuple(sorted(copies, key=_find_first_byte))
+    return tuple(sorted(copies, key=_find_first_byte)), differences
 
 
-def _check_same_names(kind: str, source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    differing = sorted(source.keys() ^ target.keys())
-    if differing:
-        raise ValueError(f"{kind} {differing[0]} is in only one of source and target")
+def _list_unshared(
+    kind: str, source: Mapping[str, Any], target: Mapping[str, Any], names: tuple[str, str]
+) -> list[str]:
+    """Describes the tensors that only one of two layouts has."""
+    differences: list[str] = []
+    for name in sorted(source.keys() ^ target.keys()):
+        owner = names[0] if name in source else names[1]
+        differences.append(f"{kind} {name} is only in {owner}")
+    return differences
 
 
 def _find_first_byte(copy: TensorCopy) -> tuple[str, int]:

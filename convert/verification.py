@@ -16,7 +16,7 @@ from ..files.working_copies import open_for_reading
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Digests, TensorCopy
 from .operations import Options, merge, split
-from .plan import pair_tensors
+from .plan import pair_common_tensors
 from .target import build_huggingface_target
 from .workers import block_size, run_copies
 
@@ -172,9 +172,10 @@ def _compare(
     report: Callable[[int, int], None],
 ) -> VerificationReport:
     """Runs the copies of a conversion, with sinks that compare instead of writing."""
-    problems: list[str] = []
+    folders = (str(source.checkpoint.folder), str(target.checkpoint.folder))
+    pairs, problems = pair_common_tensors(source.layout, target.layout, folders)
     copies: list[TensorCopy] = []
-    for copy in pair_tensors(source.layout, target.layout):
+    for copy in pairs:
         if copy.source.dtype == copy.target.dtype:
             copies.append(copy)
         else:

@@ -138,6 +138,19 @@ def test_verify_two_folders(run, gpt2_folder, gpt2_shards, zoo, tmp_path):
     assert f"transformer.h.1.attn.c_proj.weight in {other}/model.safetensors differs" in text
     assert "1 differences" in text
 
+    # A model without the second block and with a position less.
+    config = json.loads((other / "config.json").read_text())
+    config |= {"n_layer": 1, "n_positions": config["n_positions"] - 1}
+    (other / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor for name, tensor in tensors.items() if ".h.1." not in name}
+    kept["transformer.wpe.weight"] = kept["transformer.wpe.weight"][:-1].clone()
+    save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
+    for pair in ((gpt2_shards, other), (other, gpt2_shards)):
+        code, text, _ = run("verify", *pair)
+        assert code == 1
+        assert f"blocks.1.mlp.down.bias is only in {gpt2_shards}" in text
+        assert ".weight has shape (" in text
+
 
 @pytest.mark.parametrize("variant", ["gpt2", "bert", "t5-v1.1", "mt5-tied", "glm"])
 def test_verify_the_round_trip(variant, run, zoo, tmp_path):
