@@ -266,6 +266,12 @@ def _print_report(console: Console, report: PrepareReport) -> None:
     if report.resumed_chunks:
         line += f"; {report.resumed_chunks} chunks already existed"
     console.print(line, soft_wrap=True)
+    if report.is_repeated:
+        console.print(
+            "the same files existed already, from the same text with the same settings, and were "
+            "made again",
+            soft_wrap=True,
+        )
     _print_bad(console, report)
 
 

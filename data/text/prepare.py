@@ -55,7 +55,8 @@ class PrepareOptions:
 class PrepareReport(SourceReport):
     """Counts of a whole preparation, including resumed parts.
 
-    `seconds` is the time of this run alone.
+    `seconds` is the time of this run alone. `is_repeated` says that the finished pair existed
+    already, made from the same text with the same settings.
     """
 
     tokens: int = 0
@@ -63,6 +64,7 @@ class PrepareReport(SourceReport):
     resumed_chunks: int = 0
     resumed_documents: int = 0
     resumed_bytes: int = 0
+    is_repeated: bool = False
 
     @property
     def documents_per_second(self) -> float:
@@ -131,8 +133,12 @@ def prepare_dataset(
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     settings = _describe_run(source, options, tokenizer)
     made_from = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    if not overwrite:
-        _refuse_other_pair(output, made_from)
+    is_repeated = _was_made_from(output, made_from)
+    if not overwrite and not is_repeated and Path(f"{output}.idx").exists():
+        raise ValueError(
+            f"{output}.bin and .idx exist already, and were made from other text or with other "
+            "settings: name another output, or replace them with --overwrite (overwrite=True)"
+        )
     meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, options.split_sentences, made_from)
     progress_file = _ProgressFile(Path(f"{output}.progress.json"), settings)
     state = None
@@ -141,6 +147,7 @@ def prepare_dataset(
     saved = progress_file.read() if resume else None
     if saved is not None:
         state, report, numbers = saved
+    report.is_repeated = is_repeated
     started = time.monotonic()
     with IndexedDatasetWriter(output, dtype, resume=state, keep_partial=True, meta=meta) as writer:
         if state is None:
@@ -176,16 +183,12 @@ def prepare_dataset(
     return report
 
 
-def _refuse_other_pair(output: str | Path, made_from: str) -> None:
-    """Raises ValueError if `output` is a finished pair that was made from something else."""
+def _was_made_from(output: str | Path, made_from: str) -> bool:
+    """Returns whether `output` is a finished pair of this text and these settings."""
     if not Path(f"{output}.idx").exists():
-        return
+        return False
     meta = read_meta(output)
-    if meta is None or meta.made_from != made_from:
-        raise ValueError(
-            f"{output}.bin and .idx exist already, and were made from other text or with other "
-            "settings: name another output, or replace them with --overwrite (overwrite=True)"
-        )
+    return meta is not None and meta.made_from == made_from
 
 
 def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _EncodedChunk:

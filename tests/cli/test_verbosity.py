@@ -37,7 +37,13 @@ def test_a_quiet_command_prints_results_and_errors_alone(corpus, capsys):
     prepare = ["data", "prepare", "--config", f"{corpus}/settings.yaml"]
     capsys.readouterr()
     assert main([*prepare, "--output", f"{corpus}/loud"]) == 0
-    assert "1 documents, " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1 documents, " in shown
+    assert "made again" not in shown
+    assert main([*prepare, "--output", f"{corpus}/loud"]) == 0
+    assert (
+        "from the same text with the same settings, and were made again" in capsys.readouterr().out
+    )
     assert main([*prepare, "--output", f"{corpus}/quiet", "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["--quiet", "data", "inspect", f"{corpus}/quiet"]) == 0  # an answer is a result
