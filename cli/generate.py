@@ -323,8 +323,9 @@ def tell_unused(pipeline: TextGenerationPipeline, settings: dict[str, Any]) -> N
         return
     unused = [f"--{name.replace('_', '-')}" for name in SAMPLING if name in settings]
     if unused:
+        verb = "changes" if len(unused) == 1 else "change"
         print(
-            f"notice: {', '.join(unused)} change nothing without --do-sample: the most likely "
+            f"notice: {', '.join(unused)} {verb} nothing without --do-sample: the most likely "
             "tokens are taken",
             file=sys.stderr,
         )

@@ -135,6 +135,7 @@ PYTHON_MESSAGES: tuple[tuple[str, Any], ...] = (
 def _explain_choice(given: str, option: str, listed: str) -> str:
     """Returns what an option may be, and which of that a wrong value may mean."""
     choices = re.findall(r"'([^']*)'", listed) or listed.split(", ")
+    choices = [choice for choice in choices if choice != "None"]  # It is left out instead.
     text = f"{option} must be one of {', '.join(choices)}, not {given!r}"
     close = difflib.get_close_matches(given, choices, n=1)
     return f"{text}; did you mean {close[0]}?" if close else text

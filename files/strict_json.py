@@ -88,6 +88,23 @@ def parse_record(line: bytes | str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def explain_json_error(error: json.JSONDecodeError) -> str:
+    """Returns what is wrong with a text that is not JSON, as one clause."""
+    place = f"column {error.colno}"
+    if "\n" in error.doc.rstrip("\n"):
+        place = f"line {error.lineno}, {place}"
+    is_string_open = error.msg.startswith("Unterminated string")
+    if error.msg.startswith("Invalid control character"):
+        if error.doc[error.pos :].strip():
+            return f"not JSON: a line break or tab inside a string at {place}; write \\n or \\t"
+        is_string_open = True
+    if is_string_open:
+        return "not JSON: it ends inside a string, as a text that was cut off does"
+    if not error.doc[error.pos :].strip():
+        return "not JSON: it ends too early, as a text that was cut off does"
+    return f"not JSON: {error.msg.removesuffix(' at')} at {place}"
+
+
 def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:
     """Returns the JSON object of a folder's file, or None if the file does not exist.
 

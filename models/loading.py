@@ -287,8 +287,9 @@ def _build_from_state(
     model: Any = from_config(read, mesh, seed=seed, architecture=architecture, **options)
     result = model.load_state_dict(taken.state_dict, strict=False)
     if result.missing_keys:
+        verb = "is" if len(result.missing_keys) == 1 else "are"
         warnings.warn(
-            f"{', '.join(result.missing_keys)} of {type(model).__name__} are newly initialized; "
+            f"{', '.join(result.missing_keys)} of {type(model).__name__} {verb} newly initialized; "
             "train the model before you use it",
             stacklevel=3,
         )
@@ -337,8 +338,9 @@ def _warn_of_fresh(
     for names, reason in ((missing, "lacks them"), (mismatched, "has them in other shapes")):
         if names:
             modules = sorted({name.rpartition(".")[0] for name in names})
+            verb = "is" if len(modules) == 1 else "are"
             warnings.warn(
-                f"{', '.join(modules)} of {native.config.architecture} are newly initialized, "
+                f"{', '.join(modules)} of {native.config.architecture} {verb} newly initialized, "
                 f"because {folder} {reason}; train the model before you use it",
                 stacklevel=3,
             )

@@ -5,6 +5,7 @@ Each is taken with transformers' meaning, or refused with the reason.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -53,6 +54,24 @@ REFUSED = {
 }
 # They say how attention is computed and not what; the zoo chooses the kernel.
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Arguments of loading, of which a message says that a wrong name may mean them.
+LOADING = (
+    "adapter",
+    "attn_implementation",
+    "base_precision",
+    "config",
+    "device",
+    "device_map",
+    "ignore_mismatched_sizes",
+    "mesh",
+    "output_loading_info",
+    "parallel_config",
+    "revision",
+    "state_dict",
+    "subfolder",
+    "torch_dtype",
+    "use_safetensors",
+)
 # Keyword argument -> that of the Hub's client.
 HUB = {
     "cache_dir": "cache_dir",
@@ -301,8 +320,12 @@ def change_config(config: ModelConfig, changes: Mapping[str, Any], what: str) ->
     for name, value in changes.items():
         is_setting = hasattr(changed, name) or name in CALL_SETTINGS
         if not is_setting or name.startswith("_") or callable(getattr(changed, name)):
+            known = [field.name for field in fields(changed)]
+            known += [*changed.attribute_map, *CALL_SETTINGS, *HUB, *LOADING]
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(
-                f"{what} has no argument {name!r}, and {type(config).__name__} no such setting"
+                f"{what} has no argument {name!r}, and {type(config).__name__} no such setting{meant}"
             )
         setattr(changed, name, value)
     return changed

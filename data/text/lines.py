@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from ...files.strict_json import parse_record
+from ...files.strict_json import explain_json_error, parse_record
 from ...files.working_copies import open_to_read
 
 SNIFF_BYTES = 4096
@@ -68,7 +69,9 @@ def parse_json_text(raw: bytes, problem: str) -> Any:
     """Returns the value of JSON in UTF-8. Raises ValueError, which begins with `problem`."""
     try:
         return parse_record(raw)
-    except ValueError as error:  # Invalid UTF-8 and JSON are ValueErrors too.
+    except JSONDecodeError as error:
+        raise ValueError(f"{problem}: {explain_json_error(error)}") from None
+    except ValueError as error:  # Invalid UTF-8 is one too.
         raise ValueError(f"{problem}: {error}") from None
 
 

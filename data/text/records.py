@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ...files.strict_json import explain_json_error
 from ...files.working_copies import open_to_read
 from .lines import iter_json_records
 from .sources import Chunk
@@ -114,7 +115,7 @@ def parse_json_line(raw: bytes, text_key: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(explain_json_error(error)) from None
     except RecursionError:
         raise ValueError("unusable JSON: nested too deeply") from None
     return find_text(value, text_key)

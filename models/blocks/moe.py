@@ -277,8 +277,12 @@ def check_experts(config: object, expert_parallel_size: int) -> None:
     count: int = getattr(config, "expert_count", 0)
     if expert_parallel_size > count:
         kind = getattr(config, "architecture", "this model")
-        use = f"1 to {count}" if count else "1"
+        if not count:
+            raise ValueError(
+                f"{kind} has no experts to deal over {expert_parallel_size} expert-parallel ranks; "
+                "use expert_parallel_size 1"
+            )
         raise ValueError(
             f"{count} experts of {kind} cannot be dealt over {expert_parallel_size} "
-            f"expert-parallel ranks; use expert_parallel_size {use}"
+            f"expert-parallel ranks; use expert_parallel_size 1 to {count}"
         )

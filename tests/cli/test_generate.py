@@ -189,7 +189,7 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
     assert cli.main(["generate", *words, "--quiet"]) == 0
     assert not capsys.readouterr().err
     assert cli.main(["generate", *words]) == 0
-    assert "--temperature change nothing without --do-sample" in capsys.readouterr().err
+    assert "--temperature changes nothing without --do-sample" in capsys.readouterr().err
     assert cli.main(["generate", *words, "--do-sample"]) == 0
     assert not capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", None)

@@ -195,6 +195,7 @@ def test_a_command_line_that_does_not_parse_is_one_line(capsys):
             ["convert", "split", "a", "b", "--to", "megatro"],
             "--to must be one of shardzoo, legacy, megatron, not 'megatro'; did you mean megatron?",
         ),
+        (["finetune", "--task", "chatt"], "did you mean chat?"),
         (["convert", "verfy"], "no command 'shardzoo convert verfy'; did you mean verify?"),
         (["data", "prepar", "a"], "no command 'shardzoo data prepar'; did you mean prepare?"),
         (["data", "--output", "a"], "shardzoo data needs a command: prepare, merge, "),
@@ -219,6 +220,7 @@ def test_a_command_line_that_does_not_parse_is_one_line(capsys):
         [shown] = capsys.readouterr().err.splitlines()
         assert shown.startswith("error: ")
         assert line.lower() in shown.lower()
+        assert "None" not in shown
 
 
 def test_a_message_spells_arguments_as_options():

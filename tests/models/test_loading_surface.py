@@ -59,7 +59,8 @@ def test_class_methods(folders, stored, wanted, fresh):
     assert not model.training
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     if fresh:
-        assert said[0].startswith(f"{', '.join(fresh)} of {wanted} are newly initialized")
+        verb = "is" if len(fresh) == 1 else "are"
+        assert said[0].startswith(f"{', '.join(fresh)} of {wanted} {verb} newly initialized")
     else:
         assert not said
     theirs, their_info = getattr(transformers, wanted).from_pretrained(
@@ -129,6 +130,8 @@ def test_every_argument_is_taken_or_refused_with_its_reason(folders):
         ({"use_safetensors": False}, "has safetensors"),
         ({"weights_only": False}, "no pickle"),
         ({"anything": 1}, "from_pretrained has no argument 'anything'"),
+        ({"torch_dtpye": "float32"}, "no such setting; did you mean torch_dtype"),
+        ({"hiden_size": 32}, "no such setting; did you mean hidden_size"),
         ({"gguf_file": "x"}, "GGUF"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -150,9 +153,7 @@ def test_labels_and_mismatched_sizes(folders, tmp_path):
     with pytest.raises(ValueError, match=r"has shape \[3, 32\], but classifier.weight needs"):
         zoo.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=4)
     options = {"num_labels": 4, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with pytest.warns(
-        UserWarning, match="classifier of .* are newly initialized, because .* other"
-    ):
+    with pytest.warns(UserWarning, match="classifier of .* is newly initialized, because .* other"):
         again, info = zoo.BertForSequenceClassification.from_pretrained(tmp_path, **options)
     _, their_info = transformers.BertForSequenceClassification.from_pretrained(tmp_path, **options)
     assert info["mismatched_keys"] == {
