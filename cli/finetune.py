@@ -240,6 +240,7 @@ def run(trainer: Trainer) -> None:
     assert isinstance(arguments, FinetuneCommand)
     console = trainer.console
     if arguments.train_file is not None:
+        trainer.show_run()
         trainer.model_summary()
         trainer.train(valid=has_validation_data(arguments))
         folder = trainer.save_model(merge_adapter=arguments.merge_adapter)

@@ -32,6 +32,7 @@ from ..trainer.evaluation import Metric
 from ..trainer.launch.launch import count_processes
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
+from ..trainer.logging.descriptions import describe_engine, describe_mesh
 from ..trainer.lora import check_lora_names, convert_to_lora, has_lora, lora_settings, take_adapter
 from ..trainer.run_folder import RunFolder
 from ..trainer.run_lock import return_folder
@@ -186,6 +187,11 @@ class Trainer(BaseTrainer):
         if self.arguments.dry_run:
             self._show_plan(source, task)
 
+    def show_run(self) -> None:
+        """Prints how the run is split, its precision, what runs its steps, and its folder."""
+        lines = describe_run(self.arguments, self.ranks.dp_size)
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
     def _show_plan(self, source: ModelSource, task: str) -> None:
         """Reads the files that the arguments name, and prints what a run would do with them.
 
@@ -200,9 +206,12 @@ class Trainer(BaseTrainer):
             validates = arguments.validation_file is not None or arguments.validation_split > 0
             samples = len(data.train(validates))
             processes = count_processes(arguments) * max(1, arguments.num_nodes)
-            batch = arguments.global_batch(processes // arguments.processes_of_a_replica)
+            replicas = processes // arguments.processes_of_a_replica
+            dp_size = replicas * arguments.expert_parallel_size
+            batch = arguments.global_batch(dp_size)
             check_size(samples, batch)
             lines.append(f"train_file   {samples} samples, {batch} in a step")
+            lines += describe_run(arguments, dp_size)
         for name in ("validation_file", "test_file"):
             path = getattr(arguments, name)
             if path is not None:
@@ -1079,3 +1088,21 @@ class Trainer(BaseTrainer):
 def _is_on_meta(model: nn.Module) -> bool:
     """Returns whether a model has no weights yet, because they are read when it is split."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def describe_run(arguments: FinetuningArguments, dp_size: int) -> list[str]:
+    """Returns lines that say how a run is split, its precision, what runs its steps, and its folder."""
+    mesh = describe_mesh(
+        arguments.pipeline_parallel_size,
+        dp_size,
+        arguments.model_parallel_size,
+        arguments.context_parallel_size,
+        arguments.expert_parallel_size,
+    )
+    folder = arguments.output_dir or "a new one, runs/MODEL-DATE"
+    return [
+        f"mesh         {mesh}",
+        f"precision    {arguments.precision}",
+        f"engine       {describe_engine(arguments)}",
+        f"output_dir   {folder}",
+    ]

@@ -39,6 +39,7 @@ from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.logging.console import make_console
+from ..trainer.logging.descriptions import describe_mesh
 from ..trainer.logging.provenance import command_line
 from ..trainer.logging.report import plot_loss
 from ..trainer.run_folder import RunFolder, make_run_folder
@@ -70,7 +71,6 @@ from .tables import (
     corpus_facts,
     estimated_job,
     facts_table,
-    mesh_fact,
     run_facts,
     run_files,
     run_results,
@@ -339,7 +339,9 @@ class Pretraining:
         arguments = self.arguments
         ranks = self.trainer.ranks
         global_batch = arguments.global_batch(ranks.dp_size)
-        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size, ranks.cp_size, ranks.ep_size)
+        mesh = describe_mesh(
+            ranks.pp_size, ranks.dp_size, ranks.tp_size, ranks.cp_size, ranks.ep_size
+        )
         plot_loss(
             folder.metrics(),
             folder.loss_plot,

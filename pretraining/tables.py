@@ -26,6 +26,7 @@ from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.launch import count_processes
 from ..trainer.launch.ranks import Ranks
+from ..trainer.logging.descriptions import describe_engine, describe_mesh
 from ..trainer.lora import check_lora_names
 from ..trainer.run_folder import RunFolder
 from .arguments import PretrainingArguments
@@ -68,10 +69,6 @@ def run_facts(
         held = f"{local:,} on one rank of each stage together"
     if padding:
         held += f" with {padding:,} of the vocabulary's padding"
-    engine: str = arguments.env_type
-    stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
-    if stage:
-        engine += f", ZeRO stage {stage}"
     accumulation = arguments.accumulation_steps(dp_size)
     sequences = arguments.global_batch(dp_size)
     steps = arguments.train_steps or 0
@@ -87,9 +84,9 @@ def run_facts(
         **teacher_fact(arguments),
         "tokenizer": tokenizer_fact(inputs, config),
         "objective": objective,
-        "mesh": mesh_fact(stages, dp_size, tp_size, arguments.context_parallel_size, dealt),
+        "mesh": describe_mesh(stages, dp_size, tp_size, arguments.context_parallel_size, dealt),
         "precision": arguments.precision,
-        "engine": engine,
+        "engine": describe_engine(arguments),
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
         f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
         "steps": f"{steps:,} = {steps * tokens:,} tokens{resuming}",
@@ -104,22 +101,6 @@ def teacher_fact(arguments: PretrainingArguments) -> dict[str, str]:
     share = f"{arguments.teacher_weight:g} of the loss"
     heat = f"at temperature {arguments.teacher_temperature:g}"
     return {"teacher": f"{arguments.teacher_model} over {ranks} ranks, {share} {heat}"}
-
-
-def mesh_fact(stages: int, dp_size: int, tp_size: int, cp_size: int = 1, ep_size: int = 1) -> str:
-    """Returns how many processes there are, and what each axis of the mesh splits.
-
-    Args:
-        ep_size: How many of the data-parallel ranks share the experts.
-    """
-    pipeline = f"{stages} pipeline stages x " if stages > 1 else ""
-    context = f"{cp_size} context-parallel x " if cp_size > 1 else ""
-    expert = f", of which {ep_size} expert-parallel" if ep_size > 1 else ""
-    processes = stages * dp_size * cp_size * tp_size
-    return (
-        f"{pipeline}{tp_size} tensor-parallel x {context}{dp_size} data-parallel{expert} = "
-        f"{processes} processes"
-    )
 
 
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:

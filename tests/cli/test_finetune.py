@@ -159,7 +159,10 @@ def test_a_dry_run_checks_what_a_run_would_and_starts_nothing(workplace, monkeyp
     with pytest.raises(SystemExit) as end:
         finetune(*pairs, "--batch_size", "4", "--dry-run", cwd=workplace, monkeypatch=monkeypatch)
     assert end.value.code == 0
-    assert "23 samples, 4 in a step" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "23 samples, 4 in a step" in shown
+    assert "mesh         1 tensor-parallel x 1 data-parallel = 1 process\n" in shown
+    assert "precision    fp32\nengine       pytorch\noutput_dir   dry\n" in shown
     assert not (workplace / "dry").exists()
 
 
