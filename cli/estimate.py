@@ -37,6 +37,7 @@ from ..trainer.precisions import PrecisionName
 from .arguments import given_value
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .namesakes import tell_of_namesake
 from .parsing import parse_words
 from .spellings import SHORT_NAMES, respell
 
@@ -280,6 +281,7 @@ def find_any_config(name: str) -> tuple[Any, int]:
         config = AutoConfig.from_pretrained(path)
         return config, getattr(config, "max_position_embeddings", None) or 2048
     config = find_config(name)
+    tell_of_namesake(name)
     return config, config.max_sequence_length
 
 

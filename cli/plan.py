@@ -34,6 +34,7 @@ from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .namesakes import tell_of_namesake
 from .parsing import list_fields, parse_words
 from .pretrain import RECIPES, PretrainCommand
 from .spellings import respell
@@ -230,6 +231,7 @@ def run(arguments: PlanArguments) -> int:
 
     cluster = arguments.find_cluster()
     config = find_config(arguments.model)
+    tell_of_namesake(arguments.model)
     request = arguments.build_request(config.max_sequence_length, cluster)
     plans = find_plans(config, request, cluster, best=arguments.best)
     rows = [list_results(plan, cluster, arguments.tokens) for plan in plans]

@@ -39,6 +39,7 @@ from .continued_runs import (
 )
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
+from .namesakes import tell_of_namesake
 from .parsing import list_fields
 from .rank_errors import read_rank, run_and_report_once
 from .spellings import SHORT_NAMES
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not inputs.continues:
                 check_sources(arguments)
             print(defaults)
+            tell_of_namesake(arguments.model)
             make_console().print(run_plan(arguments, inputs))
 
         size = arguments.model_parallel_size
@@ -150,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_processes_for(arguments)
         if defaults and not is_quiet():
             print(defaults)
+        if launch.is_first:
+            tell_of_namesake(arguments.model)
         from ..pretraining.run import Pretraining  # It imports DeepSpeed, for seconds.
 
         pretraining = Pretraining(arguments, inputs, launch)

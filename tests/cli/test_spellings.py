@@ -179,6 +179,23 @@ def test_mistakes_are_answered_with_what_was_meant(capsys):
         assert len(shown) < 160, "all names are listed beside the one that was meant"
 
 
+def test_a_folder_with_the_name_of_a_preset_is_mentioned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2-quickstart").mkdir()
+    assert main(["estimate", "gpt2-quickstart"]) == 0
+    assert not capsys.readouterr().err
+    (tmp_path / "gpt2-quickstart" / "config.json").write_text("{}")
+    notice = "notice: gpt2-quickstart is the preset; for the folder of that name write ./gpt2-quick"
+    assert main(["estimate", "gpt2-quickstart"]) == 0
+    assert capsys.readouterr().err.startswith(notice)
+    (tmp_path / "text.txt").write_text("one two\n")
+    words = ["--model", "gpt2-quickstart", "--data", "text.txt", "--dry-run"]
+    with pytest.raises(SystemExit) as end:
+        main(["pretrain", *words])
+    assert end.value.code == 0
+    assert capsys.readouterr().err.startswith(notice)
+
+
 def test_a_command_line_that_does_not_parse_is_one_line(capsys):
     for words, line in (
         (["models", "--tp", "x"], "--model-parallel-size: a whole number is needed, not 'x'"),
