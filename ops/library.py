@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 COMPILED = Path(__file__).with_name("_kernels.so")
+STALE = "was built from another version of the source: run `python csrc/build.py` or `make setup`"
 
 
 def call_compiled(name: str, *arguments: Any) -> Any:
@@ -23,15 +24,34 @@ def call_compiled(name: str, *arguments: Any) -> Any:
 
     The last arguments are the tensors that it writes, unless it returns its results.
     """
-    return find_kernel(name)(*arguments)
+    try:
+        return find_kernel(name)(*arguments)
+    except RuntimeError as error:
+        refuse_stale_library(error)
+        raise
 
 
 @functools.cache
 def find_kernel(name: str) -> Callable[..., Any]:
     """Returns the function that runs a compiled kernel: what PyTorch's object for an operator
     calls, without the call in Python around it.
+
+    Raises:
+        RuntimeError: The library has no such kernel, because it was built from another source.
     """
-    return getattr(torch.ops.shardzoo_kernels, name).default._op
+    try:
+        return getattr(torch.ops.shardzoo_kernels, name).default._op
+    except AttributeError:
+        raise RuntimeError(f"{COMPILED.name} has no kernel {name!r}: it {STALE}") from None
+
+
+def refuse_stale_library(error: RuntimeError) -> None:
+    """Raises RuntimeError if `error` says that arguments do not fit the declaration of a kernel, which
+    is then that of a library built from another source.
+    """
+    if "Declaration: shardzoo_kernels::" in str(error):
+        message = str(error).splitlines()[0].split(" Declaration:")[0]
+        raise RuntimeError(f"{message} ({COMPILED.name} {STALE})") from error
 
 
 @functools.cache

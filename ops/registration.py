@@ -217,7 +217,12 @@ class Op:
             with make_current(device):
                 self.triton(*prepared, *outputs)
         else:
-            library.find_kernel(self.name)(*prepared, *outputs)
+            # As `library.call_compiled`, without a call of Python's more.
+            try:
+                library.find_kernel(self.name)(*prepared, *outputs)
+            except RuntimeError as error:
+                library.refuse_stale_library(error)
+                raise
         return True
 
     def choose_variant(self, device_type: str) -> str:

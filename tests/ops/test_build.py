@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardzoo.ops import library
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -148,3 +150,13 @@ def test_a_wrong_setting_is_named(tmp_path):
     done = build(tmp_path, SHARDZOO_BUILD="yes")
     assert done.returncode != 0
     assert "SHARDZOO_BUILD must be one of auto, required, skip; got 'yes'" in done.stderr
+
+
+@pytest.mark.skipif(library.load_error() is not None, reason="calls compiled kernels")
+def test_a_library_of_another_source_is_named():
+    """An operator with another schema, and one that is not there."""
+    advice = r"built from another version of the source: run `python csrc/build.py`"
+    with pytest.raises(RuntimeError, match=rf"at most \d+ argument.*{advice}"):
+        library.call_compiled("bias_gelu_backward", *[1] * 40)
+    with pytest.raises(RuntimeError, match=f"has no kernel 'no_such_kernel': it was {advice}"):
+        library.call_compiled("no_such_kernel")
