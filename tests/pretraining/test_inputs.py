@@ -551,12 +551,16 @@ def test_a_plan_names_uneven_work_of_several_ranks_alone(tmp_path):
 
     def plan(**changes: Any) -> str:
         arguments = arguments_of(
-            tmp_path / "run", model="gpt2-quickstart", num_attention_heads=6, **changes
+            tmp_path / "run",
+            model="gpt2-quickstart",
+            num_attention_heads=6,
+            num_hidden_layers=1,
+            **changes,
         )
         console = Console(width=250)
         with console.capture() as shown:
             console.print(run_plan(arguments, choose_inputs(arguments, ONE)))
         return shown.get()
 
-    assert "uneven work" not in plan(vocab_size=100)  # The padding is more than 1 % of the model.
-    assert "uneven work" in plan(vocab_size=100, model_parallel_size=4)
+    assert "uneven work" not in plan(vocab_size=65)  # The padding is more than 1 % of the model.
+    assert "uneven work" in plan(vocab_size=65, model_parallel_size=4)
