@@ -10,7 +10,6 @@ fails is begun again at its first byte.
 # pyright: reportUnknownVariableType=false
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,36 +18,27 @@ from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
+from .seekable import SeekableReader
+
 PARTS_AT_ONCE = 4
 LARGEST_READ = 256 << 10  # bytes
 # Seconds before a part is tried again, after the tries that botocore makes by itself.
 WAITS = (0.1, 0.2, 0.4, 0.8)
 
 
-class FilePart(io.RawIOBase):
+class FilePart(SeekableReader):
     """Reads bytes [start, stop) of an open file, as a file of its own. Other parts may be read at
     the same time.
     """
 
     def __init__(self, descriptor: int, start: int, stop: int) -> None:
+        super().__init__()
         self._descriptor = descriptor
         self._start = start
         self._size = stop - start
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
-        self._position = origins[whence] + offset
-        return self._position
+    def _find_size(self) -> int:
+        return self._size
 
     def read(self, size: int = -1) -> bytes:
         """Returns at most `LARGEST_READ` bytes, whatever is asked for; none at the end."""

@@ -49,6 +49,7 @@ from .object_store import (
     upload,
     write_object,
 )
+from .seekable import SeekableReader
 
 VARIABLE = "SHARDZOO_OBJECTS"
 DEFAULT = "~/.cache/shardzoo/objects"
@@ -422,26 +423,15 @@ def find_stand_in(path: Path) -> RangedFile | None:
     return RangedFile(path, copy.remote(name), record)
 
 
-class _RangedStream(io.RawIOBase):
+class _RangedStream(SeekableReader):
     """Reads an object of a store in order."""
 
     def __init__(self, file: RangedFile) -> None:
+        super().__init__()
         self._file = file
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.state[0]}
-        self._position = origins[whence] + offset
-        return self._position
+    def _find_size(self) -> int:
+        return self._file.state[0]
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
