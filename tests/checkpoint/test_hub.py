@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import user_environment, warm_environment
+from local_server import AnsweringHandler
 from tiny_models import save_model
 
 from shardzoo.models import from_pretrained
@@ -46,20 +47,8 @@ class Hub(ThreadingHTTPServer):
         self.uploads, self.token, self.made = {}, "hf_writer", []
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(AnsweringHandler):
     server: Hub
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content_Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote
+
+from local_server import AnsweringHandler
 
 COMMIT = "1" * 40
 
@@ -35,20 +37,7 @@ class HubFiles:
 def serve() -> Iterator[HubFiles]:
     found = HubFiles()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {"Content_Length": str(len(body)), **headers}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
+    class Handler(AnsweringHandler):
         def answer_json(self, value: Any) -> None:
             self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
