@@ -6,6 +6,7 @@ those files, pages of the README of each folder, and the reference of the public
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import shutil
@@ -32,7 +33,19 @@ OUTSIDE = (
 RENAMED = {
     "README.md": "project.md"
 }  # MkDocs makes a README the front page, which is docs/index.md
-# Functions that have the name of a module are hidden by it in the package, so they are named whole.
+
+
+def named_like_their_modules(room: str) -> list[str]:
+    """Functions that the modules of their own names hide in the package, so that they are named whole."""
+    tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
+    imports = [one for one in tree.body if isinstance(one, ast.ImportFrom) and one.level == 1]
+    return [
+        f"shardzoo.{room}.{one.module}.{one.module}"
+        for one in imports
+        if one.module in {alias.name for alias in one.names}
+    ]
+
+
 API = {
     "shardzoo": ("shardzoo",),
     "mpu": ("shardzoo.mpu",),
@@ -40,13 +53,7 @@ API = {
     "models": ("shardzoo.models", "shardzoo.models.registry.family"),
     "convert": ("shardzoo.convert",),
     "generation": ("shardzoo.generation",),
-    "ops": (
-        "shardzoo.ops",
-        *(
-            f"shardzoo.ops.{name}.{name}"
-            for name in ("attention", "cross_entropy", "dropout", "matmul")
-        ),
-    ),
+    "ops": ("shardzoo.ops", *named_like_their_modules("ops")),
     "checkpoint": (
         "shardzoo.checkpoint.checkpoint",
         "shardzoo.checkpoint.manifest",
