@@ -7,6 +7,7 @@ the model and learns vectors before the text alone (P-tuning, Liu et al., 2021, 
 """
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def main(
         ]
     else:
         records = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    random.Random(0).shuffle(records)  # files are often sorted by label
     labels = sorted({str(record["label"]) for record in records})
     words = words or {label: label for label in labels}
     folder = model or save_dir / "tiny-cloze"
@@ -168,7 +170,12 @@ def main(
         collate_fn=train.collate,
         metric_methods=[["accuracy", accuracy]],
     )
-    trainer.console.print(f"accuracy on {held_out} held-out texts: {values['accuracy']:.2f}")
+    found = [str(record["label"]) for record in validation.records]
+    majority = max(map(found.count, labels)) / held_out
+    trainer.console.print(
+        f"accuracy on {held_out} held-out texts: {values['accuracy']:.2f}; "
+        f"of the most frequent label alone: {majority:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,10 +82,9 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def run(folder, run_ranks):
-    """`run(command)`: what its first rank prints."""
+    """`run(line)`: what the first rank of a command prints."""
 
     def in_the_pool(line: str) -> str:
-        assert line in COMMANDS
         sizes = re.findall(
             r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line
         )
@@ -227,16 +227,27 @@ def test_glm_fills_a_blank(run, folder):
 
 @pytest.mark.before_release
 def test_glm_classifies_by_filling_a_blank(run, folder):
-    shown = run(command("glm_cloze.py --epochs 1"))
-    accuracy = float(re.findall(r"accuracy on \d+ held-out texts: (\S+)", shown)[0])
-    assert accuracy > 0.9
+    shown = run(command("glm_cloze.py --epochs 4"))
+    accuracy, majority = map(
+        float,
+        re.findall(r"held-out texts: (\S+); of the most frequent label alone: (\S+)", shown)[0],
+    )
+    assert 0.5 <= majority < 0.8
+    assert accuracy > majority
 
 
 @pytest.mark.before_release
 def test_a_prompt_of_a_frozen_glm_learns(run, folder):
-    run(command("glm_cloze.py --prompt-tokens 4"))
-    curve = list(logged(folder, "cloze-pytorch-prompt").values())
-    assert sum(curve[-2:]) / 2 < curve[0]
+    """A frozen random model gains little by a prompt, but what it gains is the prompt's."""
+    last_losses = []
+    learning = command("glm_cloze.py --prompt-tokens 4")
+    for line in (learning, re.sub(r"--lr \S+", "--lr 1e-12", learning)):
+        shutil.rmtree(folder / "runs/examples/cloze-pytorch-prompt", ignore_errors=True)
+        run(line)
+        curve = logged(folder, "cloze-pytorch-prompt", "valid/loss")
+        last_losses.append(curve[max(curve)])
+    learned, unlearned = last_losses
+    assert learned < unlearned - 0.02
 
 
 @pytest.mark.before_release
