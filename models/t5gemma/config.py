@@ -27,6 +27,8 @@ class T5GemmaConfig(HeadsConfig):
         encoder, decoder: Those of the stacks; keys of a `config.json` are read, too.
         vocab_size: Of both stacks. A `config.json` has it in both.
         dropout_rate: Of embeddings, outputs of the blocks' parts, and the inside of their MLPs.
+        is_encoder_decoder: Whether there is a decoder. `T5GemmaEncoderModel` has none, and a
+            classifier may have none; the other architectures need one.
         decoder_start_token_id: The decoder's `bos_token_id`.
     """
 
@@ -61,10 +63,15 @@ class T5GemmaConfig(HeadsConfig):
                 object.__setattr__(self, name, getattr(self.decoder_config, name))
         if self.decoder_start_token_id is None:
             object.__setattr__(self, "decoder_start_token_id", self.decoder_config.bos_token_id)
-        if not self.is_encoder_decoder and not self.has_encoder_alone:
+        if self.architecture.endswith("EncoderModel"):
+            # transformers' class refuses files that say something else.
+            object.__setattr__(self, "is_encoder_decoder", False)
+        elif not self.is_encoder_decoder and not self.architecture.endswith("Classification"):
             raise ValueError(
-                "is_encoder_decoder=false makes an encoder of a T5Gemma, which only "
-                f"T5GemmaEncoderModel is; {self.architecture} needs is_encoder_decoder=true"
+                "is_encoder_decoder=false leaves a T5Gemma its encoder alone, which "
+                "T5GemmaEncoderModel, T5GemmaForSequenceClassification and "
+                f"T5GemmaForTokenClassification may be; {self.architecture} needs "
+                "is_encoder_decoder=true"
             )
 
     @property
@@ -80,7 +87,7 @@ class T5GemmaConfig(HeadsConfig):
     @property
     def has_encoder_alone(self) -> bool:
         """Whether the model has no decoder."""
-        return self.architecture.endswith("EncoderModel")
+        return not self.is_encoder_decoder
 
     @property
     def hidden_size(self) -> int:

@@ -17,12 +17,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ...mpu import ParallelMesh, RMSNorm
+from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.documents import Documents
-from ..blocks.masks import restart_positions, window_mask
+from ..blocks.masks import key_mask, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.padding import Tokens
 from ..blocks.residual import add_and_norm, residual_dropout
@@ -36,6 +36,7 @@ from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..llama.model import Masks
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
+from ..pipeline import PipelineStage
 from ..seq2seq import EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import T5GemmaConfig
 
@@ -276,6 +277,8 @@ class T5GemmaStack(Seq2SeqStack):
         if pieces is not None:
             positions = restart_positions(pieces)
         rotaries: dict[int | None, Rotary] = {}
+        # A pipeline stage may lack the final norm, but has a block.
+        dtype = next(self.blocks.parameters()).dtype
         for window, rope in zip(self.config.windows, self.config.ropes, strict=True):
             # All layers with a window rotate alike, and so do the others.
             if window not in rotaries:
@@ -284,7 +287,7 @@ class T5GemmaStack(Seq2SeqStack):
                     self.config.head_size,
                     rope,
                     self.config.max_position_embeddings,
-                    self.final_norm.weight.dtype,
+                    dtype,
                     mesh=self.mesh,
                 )
         return (rotaries,)
@@ -380,7 +383,64 @@ class T5GemmaEncoderModel(BareModel, T5GemmaEncoderBackbone):
 
 
 class T5GemmaClassifier(T5GemmaBackbone):
-    """T5Gemma whose outputs are those of a classifier without an encoder, as in transformers."""
+    """T5Gemma whose outputs are those of a classifier without an encoder, as in transformers.
+
+    With `is_encoder_decoder=false` it has no decoder, and classifies the encoder's states.
+    """
+
+    def add_stacks(self) -> None:
+        if self.config.has_encoder_alone:
+            T5GemmaWeights.add_stacks(self)
+        else:
+            super().add_stacks()
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        if self.config.has_encoder_alone:
+            return cast(GemmaWordEmbedding, self.encoder.word_embeddings)
+        return super().embedding
+
+    @property
+    def attends_to_encoder(self) -> bool:
+        return not self.config.has_encoder_alone
+
+    def run_backbone(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: tuple[Any, ...] | None = None,
+        cache: Cache | None = None,
+        *,
+        seq_idx: Tensor | None = None,
+        decoder_seq_idx: Tensor | None = None,
+    ) -> BackboneOutput | StageOutput:
+        """Runs both stacks, or the encoder alone. See `Seq2SeqBackbone.run_backbone`.
+
+        Raises:
+            ValueError: A decoder's input is given, but there is no decoder.
+        """
+        of_decoder = {
+            "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+            "encoder_outputs": encoder_outputs,
+            "decoder_seq_idx": decoder_seq_idx,
+        }
+        if not self.config.has_encoder_alone:
+            return super().run_backbone(
+                input_ids, attention_mask, cache=cache, seq_idx=seq_idx, **of_decoder
+            )
+        for name, value in of_decoder.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is for a decoder, which a {type(self).__name__} with "
+                    "is_encoder_decoder=false does not have"
+                )
+        states, _ = self.run_encoder(input_ids, key_mask(attention_mask, seq_idx), seq_idx)
+        if not self.encoder.blocks.has_last:
+            return PipelineStage.send_hidden_states(self, states[-1])
+        return BackboneOutput(states, None)
 
     def collect_hidden_states(
         self, hidden: BackboneOutput, output_hidden_states: bool
@@ -390,12 +450,16 @@ class T5GemmaClassifier(T5GemmaBackbone):
 
 
 class T5GemmaForSequenceClassification(SequenceClassification, T5GemmaClassifier):
-    """T5Gemma that classifies a text, by the decoder's state at the last token of the source."""
+    """T5Gemma that classifies a text, by the decoder's state at the last token of the source, or by
+    the encoder's if there is no decoder.
+    """
 
     positional_inputs = (*T5GEMMA_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     pooling = "last"
 
     def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.config.has_encoder_alone:
+            return super().pool(x, input_ids, attention_mask)
         x = self.gather_hidden_states(x)  # [B, T, H]
         tokens = self.find_tokens(input_ids)
         last = (torch.arange(tokens.shape[1], device=x.device) * tokens).argmax(-1)
@@ -405,7 +469,9 @@ class T5GemmaForSequenceClassification(SequenceClassification, T5GemmaClassifier
 
 
 class T5GemmaForTokenClassification(TokenClassification, T5GemmaClassifier):
-    """T5Gemma that classifies each token, by the decoder's states of a source that it reads."""
+    """T5Gemma that classifies each token, by the decoder's states of a source that it reads, or by
+    the encoder's if there is no decoder.
+    """
 
     positional_inputs = (*T5GEMMA_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     linear_name = "classifier"

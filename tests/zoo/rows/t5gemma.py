@@ -30,5 +30,11 @@ CASES = {
     "T5GemmaForSequenceClassification": Case(
         {**SIZES, **DROPS, "num_labels": 11}, padding=("right", "")
     ),
+    "T5GemmaForSequenceClassification, encoder alone": Case(
+        {**UNEQUAL, **DROPS, "is_encoder_decoder": False, "num_labels": 11}, sizes=(1, 2, 3, 4)
+    ),
     "T5GemmaForTokenClassification": Case({**SIZES, "num_labels": 5}, padding=("right", "")),
+    "T5GemmaForTokenClassification, encoder alone": Case(
+        {**SIZES, **DROPS, "is_encoder_decoder": False, "num_labels": 5}, sizes=(1, 2, 3, 4)
+    ),
 }
