@@ -421,17 +421,23 @@ class T5GemmaClassifier(T5GemmaBackbone):
         Raises:
             ValueError: A decoder's input is given, but there is no decoder.
         """
-        of_decoder = {
-            "decoder_input_ids": decoder_input_ids,
-            "decoder_attention_mask": decoder_attention_mask,
-            "encoder_outputs": encoder_outputs,
-            "decoder_seq_idx": decoder_seq_idx,
-        }
         if not self.config.has_encoder_alone:
             return super().run_backbone(
-                input_ids, attention_mask, cache=cache, seq_idx=seq_idx, **of_decoder
+                input_ids,
+                attention_mask,
+                decoder_input_ids,
+                decoder_attention_mask,
+                encoder_outputs,
+                cache,
+                seq_idx=seq_idx,
+                decoder_seq_idx=decoder_seq_idx,
             )
-        for name, value in of_decoder.items():
+        for name, value in (
+            ("decoder_input_ids", decoder_input_ids),
+            ("decoder_attention_mask", decoder_attention_mask),
+            ("encoder_outputs", encoder_outputs),
+            ("decoder_seq_idx", decoder_seq_idx),
+        ):
             if value is not None:
                 raise ValueError(
                     f"{name} is for a decoder, which a {type(self).__name__} with "
