@@ -19,7 +19,8 @@ from .spellings import respell
 
 Arguments = TypeVar("Arguments")
 
-OVERRIDE = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)=(.*)", re.DOTALL)
+# An index in brackets is LiBai's, as in dataloader.train.dataset[0].data_prefix.
+OVERRIDE = re.compile(r"([a-z]\w*(?:\[\d+\])?(?:\.[a-z]\w*(?:\[\d+\])?)*)=(.*)", re.DOTALL)
 YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
 
 
@@ -75,6 +76,16 @@ def given_value(argv: Sequence[str], name: str) -> str | None:
         else:
             found = following
     return found
+
+
+def list_given(argv: Sequence[str]) -> list[str]:
+    """Returns the names of a command line's options, those of other systems by ours."""
+    names: list[str] = []
+    for word in argv:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            names.append(SPELLINGS.renamed.get(name, name))
+    return names
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
@@ -191,7 +202,8 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
                 continue
             equals = "="
         if name in SPELLINGS.explained and name not in kinds:
-            raise ValueError(f"there is no option {option}{hint(name, kinds)}")
+            shown = name if "." in name else option  # A path of LiBai's is typed as key=value.
+            raise ValueError(f"there is no option {shown}{hint(name, kinds)}")
 
         is_optional = kinds.get(name.removeprefix("no_")) == bool | None
         if name == RESUME:

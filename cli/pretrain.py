@@ -29,7 +29,7 @@ from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_for
 from ..trainer.logging.console import make_console
-from .arguments import given_value, overrides_as_options, parse, read_yaml
+from .arguments import given_value, list_given, overrides_as_options, parse, read_yaml
 from .console import USAGE_ERROR
 from .continued_runs import (
     add_restart_options,
@@ -47,6 +47,12 @@ from .spellings import SHORT_NAMES
 RECIPES = Path(__file__).parents[1] / "recipes"
 MODEL = ("model", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Arguments that say which model is trained."""
+ALTERNATIVES = {
+    "gradient_accumulation_steps": "global_batch_size",
+    "global_batch_size": "gradient_accumulation_steps",
+    "warmup_ratio": "warmup_steps",
+}
+"""An argument of the command line -> the default that it replaces, because both say the same."""
 OBJECTIVE_OPTION = "--objective"
 SETTING = f"{OBJECTIVE_OPTION}."
 
@@ -186,6 +192,10 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     if given_value(argv, "init_from") and not given_value(argv, "model"):
         for chosen in MODEL:  # The weights bring their own model, in place of the file's.
             values.pop(chosen, None)
+    for name_given in list_given(argv):
+        other = ALTERNATIVES.get(name_given)
+        if other is not None and given_value(argv, other) is None:
+            values[other] = None
     argv = add_restart_options(argv, values)
     saved = read_saved_values(PretrainCommand, argv, values)
     if saved is not None:

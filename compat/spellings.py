@@ -96,6 +96,11 @@ T2T_TUNER = Spellings(
         "train_file": _OF_FINETUNING,
     },
 )
+_SCHEDULER = (
+    "lr_schedule names a schedule; LiBai's mT5 keeps its rate after the warm-up, which is "
+    "lr_schedule=constant_with_warmup"
+)
+_HELD_OUT = "held_out_fraction of data is held out for the evaluation"
 # Those with a dot are paths in LiBai's configuration.
 LIBAI = Spellings(
     renamed={
@@ -117,8 +122,17 @@ LIBAI = Spellings(
         "train.seed": "seed",
         "train.load_weight": "load_dir",
         "train.resume": "resume",
+        "train.zero_optimization.stage": "zero_stage",
         "optim.lr": "lr",
         "optim.weight_decay": "weight_decay",
+        "optim.eps": "adam_eps",
+        "optim.params.clip_grad_max_norm": "clip_grad",
+        "model.cfg.hidden_size": "hidden_size",
+        "model.cfg.hidden_layers": "num_hidden_layers",
+        "model.cfg.num_attention_heads": "num_attention_heads",
+        "model.cfg.pretrained_model_path": "init_from",
+        "tokenization.tokenizer.vocab_file": "tokenizer",
+        "dataloader.train.dataset[0].data_prefix": "data",
         "num_pipeline_stages": "pipeline_parallel_size",
         "pipe_parallel_size": "pipeline_parallel_size",
     },
@@ -126,7 +140,61 @@ LIBAI = Spellings(
         "train.amp.enabled": ("precision", "fp16"),
         "train.activation_checkpoint.enabled": ("recompute", "full"),
     },
-    explained={"train.dist.data_parallel_size": DATA_PARALLEL},
+    taken_as_is={
+        # Whole batches go to the device, the stages count their blocks, and kernels are PyTorch's.
+        "train.dist.pipeline_num_layers": ANY_VALUE,
+        "train.dist.custom_pipeline_stage_id": None,
+        "train.input_placement_device": ANY_VALUE,
+        "train.rdma_enabled": ANY_VALUE,
+        "train.nccl_fusion_threshold_mb": ANY_VALUE,
+        "train.nccl_fusion_max_ops": ANY_VALUE,
+        "graph.enabled": ANY_VALUE,
+        "graph.debug": ANY_VALUE,
+        "model.cfg.amp_enabled": ANY_VALUE,
+        "model.cfg.is_encoder_decoder": ANY_VALUE,
+        "model.cfg.pretrained_model_path": None,
+        # LiBai names the same files once more.
+        "dataloader.train.dataset[0].indexed_dataset.data_prefix": ANY_VALUE,
+        # Stage 1 is the default.
+        "train.zero_optimization.enabled": True,
+        "train.evaluation.enabled": True,
+        "optim.do_bias_correction": True,
+    },
+    explained={
+        "train.dist.data_parallel_size": DATA_PARALLEL,
+        "train.dist.custom_pipeline_stage_id": "pipeline_partition says how blocks are dealt to "
+        "stages: uniform, or by their parameters",
+        "train.zero_optimization.enabled": "without ZeRO, use zero_stage=0",
+        "train.evaluation.enabled": "without evaluation, use eval_strategy=no",
+        "train.evaluation.eval_iter": "it counts batches; eval_sequences counts the sequences of an "
+        "evaluation, and final_eval_sequences those of the last one",
+        "optim.betas": "set beta1 and beta2",
+        "optim.do_bias_correction": "Adam's averages are always corrected",
+        "train.scheduler.gamma": _SCHEDULER,
+        "train.scheduler.warmup_factor": _SCHEDULER,
+        "train.scheduler.warmup_method": _SCHEDULER,
+        "train.scheduler.warmup_iter": "it is warmup_steps",
+        "train.scheduler.alpha": _SCHEDULER,
+        "dataloader.test[0].dataset.data_prefix": _HELD_OUT,
+        "dataloader.test[0].dataset.indexed_dataset.data_prefix": _HELD_OUT,
+        "model.cfg.vocab_size": "the tokenizer determines it; leave it out",
+        **dict.fromkeys(
+            (
+                "model.cfg.model_type",
+                "model.cfg.head_size",
+                "model.cfg.intermediate_size",
+                "model.cfg.hidden_dropout_prob",
+                "model.cfg.attention_probs_dropout_prob",
+                "model.cfg.embedding_dropout_prob",
+                "model.cfg.layernorm_eps",
+                "model.cfg.initializer_range",
+                "model.cfg.padding_idx",
+                "model.cfg.tie_word_embeddings",
+            ),
+            "the model's config.json has it: name a folder with one, or a preset such as mt5-libai, "
+            "by model",
+        ),
+    },
 )
 # Of transformers' Trainer and of LLaMA-Factory.
 TRANSFORMERS = Spellings(

@@ -24,7 +24,8 @@ from ..models import MT5Config, config_from_dict
 from ..models.loading import check_pretrained
 
 MODEL = "model"  # the model in a checkpoint of LiBai, beside the optimizer and the schedule
-_PREFIX = "mt5_model."
+# Of the projects MT5 and T5, whose mT5 is the same.
+_PREFIX = re.compile(r"^(mt5|t5)_model\.")
 _BLOCK = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)\.weight")
 # LiBai's name of a part of a block -> transformers' names of what is stacked in it.
 _ATTENTION = {
@@ -130,7 +131,7 @@ def _rename(found: Mapping[str, Tensor], heads: int, head_size: int) -> dict[str
     """
     tensors: dict[str, Tensor] = {}
     for full_name, tensor in found.items():
-        name = full_name.removeprefix(_PREFIX)
+        name = _PREFIX.sub("", full_name, count=1)
         if name in _OTHERS:
             tensors[_OTHERS[name]] = tensor
             continue

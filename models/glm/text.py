@@ -39,8 +39,8 @@ class GLMText:
         if vocabulary is None:
             raise ValueError(
                 f"no GLM release has a vocabulary of {self.tokenizer.vocab_size} tokens; name "
-                "the vocabulary: "
-                "bert, gpt2, roberta, chinese or chinese-10b"
+                "the one that it extends by glm_vocabulary: bert, gpt2, roberta, chinese or "
+                "chinese-10b"
             )
         self.tokens: GLMTokens = glm_tokenizer(self.tokenizer, vocabulary)
 

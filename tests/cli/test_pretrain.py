@@ -567,6 +567,23 @@ def test_a_recipe_gives_defaults_and_a_config_replaces_it(tmp_path):
     assert read().config.name == "gpt2-quickstart.yaml"
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gradient-accumulation-steps 2", {"gradient_accumulation_steps": 2}),
+        ("train.num_accumulation_steps=2", {"gradient_accumulation_steps": 2}),
+        ("--warm_up 0.2", {"warmup_ratio": 0.2, "warmup_steps": None, "global_batch_size": 256}),
+    ],
+)
+def test_an_option_replaces_the_recipes_other_way_to_say_it(words, expected):
+    made = read("--model", "bert-large-uncased", *words.split())
+    assert {name: getattr(made, name) for name in expected} == expected
+    if "gradient_accumulation_steps" in expected:
+        assert made.global_batch_size is None
+    with pytest.raises(SystemExit):
+        read("--global-batch-size", "8", "--gradient-accumulation-steps", "2")
+
+
 def test_the_saved_arguments_of_a_run_are_read_again(tmp_path):
     import yaml
 

@@ -127,11 +127,18 @@ def convert(source, destination, config):
     return main(["convert", "merge", str(source), str(destination), "--config", str(config)])
 
 
-@pytest.mark.parametrize("form", ["file", "file of protocol 5", "folders", "snapshot"])
+@pytest.mark.parametrize(
+    "form", ["file", "file of protocol 5", "file of LiBai's project T5", "folders", "snapshot"]
+)
 def test_transformers_computes_the_same_with_the_converted_folder(
     form, model, tensor_class, tmp_path, capsys
 ):
-    write_checkpoint(tmp_path / "model_final", libai_state(model), form)
+    state = libai_state(model)
+    if form == "file of LiBai's project T5":
+        state = OrderedDict(
+            (name.replace("mt5_model.", "t5_model."), tensor) for name, tensor in state.items()
+        )
+    write_checkpoint(tmp_path / "model_final", state, form)
     model.config.save_pretrained(tmp_path / "config")
     assert convert(tmp_path / "model_final", tmp_path / "hf", tmp_path / "config") == 0
     again, report = transformers.MT5ForConditionalGeneration.from_pretrained(

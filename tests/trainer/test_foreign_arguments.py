@@ -178,6 +178,10 @@ UNKNOWN = (
 DOCUMENTED: dict[str, Any] = {
     **dict.fromkeys(ALL_TAKEN.split(), 0),
     **dict.fromkeys(UNKNOWN.split()),
+    "train.zero_optimization.stage": 0, "optim.eps": 0, "optim.params.clip_grad_max_norm": 0,
+    "train.evaluation.eval_iter": "eval_sequences", "train.zero_optimization.enabled": "zero_stage=0",
+    "train.evaluation.enabled": "eval_strategy=no", "train.scheduler.gamma": "constant_with_warmup",
+    "model.cfg.head_size": "config.json", "model.cfg.vocab_size": "tokenizer", "optim.betas": "beta1 and beta2",
     "model_paralle_size": "model_parallel_size", "train.dist.data_parallel_size": "it follows from the number of",
     "torch_ort": "torch_compile", "dataset_name": "name that in train_file",
     "dataset_config_name": "name that in train_file", "embedding_on_cpu": "freeze(embeddings=True)",
