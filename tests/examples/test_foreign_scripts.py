@@ -10,6 +10,7 @@ import json
 import runpy
 import statistics
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tiny_models import save_glm, save_model, text, tokenizer_like
 from shardzoo.cli.main import main
 from shardzoo.cli.pretrain import RECIPES, read_arguments
 from shardzoo.data import train_tokenizer
+from shardzoo.trainer.launch.rank_info import free_port
 
 CHANGED = "  # changed"
 PREPARE = """
@@ -1890,7 +1892,7 @@ def run_in(folder: Path, command: str) -> str:
         env=warm_environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -1907,6 +1909,53 @@ def test_libais_projects_are_commands(name, libai_folder):
         if "--output-dir" in command:
             folder = libai_folder / command.split()[-1]
             assert "train/loss" in (folder / "metrics.jsonl").read_text()
+
+
+# The launches of LiBai's page for mT5. Two machines are two `torchrun` on this one.
+TWO_MACHINES = (
+    "torchrun --nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port {port} "
+    "--nproc-per-node 4 pretrain.py"
+)
+LIBAI_LAUNCHES = {
+    "8 cards, data parallel": ("python pretrain.py", "num_gpus=8"),
+    "8 cards, pipeline": ("python pretrain.py", "pipeline_parallel_size=8"),
+    "8 cards, 2 x 2 x 2": (
+        "python pretrain.py",
+        "num_gpus=8 model_parallel_size=2 pipeline_parallel_size=2",
+    ),
+    "2 machines of 4 cards": (TWO_MACHINES, "model_parallel_size=2 pipeline_parallel_size=2"),
+}
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("name", LIBAI_LAUNCHES)
+def test_libais_launches_of_eight_processes(name, libai_folder, tmp_path):
+    """Each layout has the loss of the first step of one process with the same global batch."""
+    launcher, layout = LIBAI_LAUNCHES[name]
+    settings = (
+        f"--config {RECIPES / 'mt5-libai.yaml'} data={libai_folder / 'texts.jsonl'} "
+        f"tokenizer={libai_folder / 'vocabulary'} hidden_size=32 num_hidden_layers=4 num_attention_heads=2 "
+        "sequence_length=48 target_length=24 train.train_iter=2 train.global_batch_size=16 "
+        "train.train_micro_batch_size=2 eval_sequences=8 final_eval_sequences=8 precision=fp32 tf32=False"
+    )
+    command = launcher.replace("pretrain.py", str(RECIPES.parent / "pretrain.py"))
+    words = f"{settings} {layout} train.output_dir={tmp_path / 'out'}"
+    commands = [f"{command} {words}".format(rank=0, port=free_port())]
+    if launcher == TWO_MACHINES:
+        port = free_port()
+        commands = [f"{command} {words}".format(rank=rank, port=port) for rank in (0, 1)]
+    alone = (
+        f"python {RECIPES.parent / 'pretrain.py'} {settings} train.output_dir={tmp_path / 'alone'}"
+    )
+    run_in(tmp_path, alone)
+    with ThreadPoolExecutor(len(commands)) as machines:
+        list(machines.map(lambda line: run_in(tmp_path, line), commands))
+    curves = []
+    for run in ("alone", "out"):
+        records = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").open()]
+        curves.append([record["train/loss"] for record in records if "train/loss" in record])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert len(curves[0]) == 2
 
 
 @pytest.mark.before_release

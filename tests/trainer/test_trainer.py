@@ -310,7 +310,7 @@ def test_mean_losses_are_of_all_steps_since_the_last_line(tmp_path):
     }
 
 
-def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
+def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path, capsys):
     from shardzoo.trainer import Trainer
 
     calls = []
@@ -328,6 +328,9 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
         kept = labels != -100
         return float((logits.argmax(-1)[kept] == labels[kept]).sum()), float(kept.sum())
 
+    def flagais_metric(logits, labels):
+        return int(accuracy(logits, labels)[0])
+
     trainer = Mine(
         epochs=2, batch_size=4, lr=1e-2, save_dir=str(tmp_path), eval_interval=10, log_interval=5
     )
@@ -336,9 +339,11 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
         model,
         train_dataset=Pairs(40),
         valid_dataset=Pairs(10),
-        metric_methods=[["accuracy", accuracy]],
+        metric_methods=[["accuracy", accuracy], ["right", flagais_metric]],
     )
     assert values["step"] == 20
+    assert values["right"] == values["accuracy"]
+    assert "right: integers are taken as numbers of hits" in capsys.readouterr().out
     assert all(names == {"input_ids", "attention_mask", "labels"} for names in calls)
     hits = total = loss = 0.0
     for i in range(10):
