@@ -40,7 +40,7 @@ from ..files.working_copies import close_file, open_for_reading
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
 from .family_table import family, list_families
-from .megatron import EMBEDDING, TIED_HEAD, MegatronMap, join_experts, part_experts
+from .megatron import EMBEDDING, TIED_HEAD, UNTIED, MegatronMap, join_experts, part_experts
 from .name_map import Match, NameEntry, NameMap, refuse_names
 from .quantization import refuse_quantized
 
@@ -515,7 +515,7 @@ def _is_tied_in_megatron(
     names = megatron.to_local_names(tensors)
     if TIED_HEAD not in names or TIED_HEAD not in megatron.name_map.untied_names():
         return True
-    untied = saved.arguments.get("untie_embeddings_and_output_weights")
+    untied = saved.arguments.get(UNTIED)
     if isinstance(untied, bool):
         return not untied
     return EMBEDDING in names and is_same(tensors[names[TIED_HEAD]], tensors[names[EMBEDDING]])

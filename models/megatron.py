@@ -28,6 +28,9 @@ STYLES: tuple[Style, ...] = get_args(Style)
 PADDING = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 TIED_HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+# Arguments that more than one place asks for.
+POST_NORM = "apply_residual_connection_post_layernorm"
+UNTIED = "untie_embeddings_and_output_weights"
 # The first matrix of a gated MLP, and the names of its two halves where the model has them as two
 # parameters.
 _FIRST_MATRIX = ".mlp.linear_fc1.weight"
@@ -132,6 +135,9 @@ class MegatronMap:
         lacking: What megatron-core lacks of a family that only Megatron-LM before it has.
         check_config: Raises ValueError for a configuration whose models Megatron-LM does not have,
             or that is not that of a run with these arguments.
+        legacy_is_tied: Whether the head is always the word embedding before megatron-core.
+        ignored_by_core: Arguments that megatron-core declares, but does not read. Which model it is
+            if they are set, a `config.json` must tell.
     """
 
     name_map: NameMap
@@ -149,6 +155,8 @@ class MegatronMap:
     mixture: bool = False
     lacking: str = ""
     check_config: Callable[[Any, Mapping[str, Any]], None] = lambda config, arguments: None
+    legacy_is_tied: bool = False
+    ignored_by_core: tuple[str, ...] = ()
 
     @property
     def stack(self) -> str:
@@ -264,11 +272,22 @@ class MegatronMap:
         """Raises ValueError, with the reason, if the zoo's family is not the model that the
         arguments describe.
         """
-        supported = {
-            **self.supported,
-            **_SUPPORTED_BY_NEOX,
-            "apply_residual_connection_post_layernorm": (self.post_norm,),
-        }
+        is_legacy = _is_legacy(names)
+        if self.post_norm and not is_legacy:
+            raise ValueError(
+                "it is a BERT of megatron-core, which is transformers' megatron-bert: its layers "
+                f"do not read {POST_NORM} (since 0.5); name a config.json with that model_type by "
+                "--config"
+            )
+        supported = {**self.supported, **_SUPPORTED_BY_NEOX, POST_NORM: (self.post_norm,)}
+        if is_legacy and self.legacy_is_tied:
+            supported[UNTIED] = (False,)
+        if not is_legacy:
+            supported = {
+                name: values
+                for name, values in supported.items()
+                if name not in self.ignored_by_core
+            }
         for name, values in supported.items():
             if arguments.get(name, values[0]) not in values:
                 wanted = " or ".join(map(repr, dict.fromkeys(values)))
@@ -277,12 +296,6 @@ class MegatronMap:
                 if own != name and own in arguments:
                     said = f"{own}={arguments[own]!r}, which is Megatron-LM's {said}"
                 raise ValueError(f"its arguments say {said}, but the zoo's models have {wanted}")
-        if self.post_norm and not any(name.startswith("language_model.") for name in names):
-            raise ValueError(
-                "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, "
-                "which the zoo lacks: megatron-core takes apply_residual_connection_post_layernorm, "
-                "but its layers do not read it"
-            )
 
     def infer_config(
         self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]
@@ -292,6 +305,10 @@ class MegatronMap:
         """
         names = self.to_local_names(ranks[0])
         self.check(arguments, ranks[0])
+        if not _is_legacy(ranks[0]):
+            arguments = {
+                name: value for name, value in arguments.items() if name not in self.ignored_by_core
+            }
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
         # Of the sizes that configurations hold, the ranks split these alone.
         for name, shape in shapes.items():
@@ -460,6 +477,11 @@ class MegatronMap:
         stored = {
             entry.stored_names()[0]: specs[entry.native] for entry in self.name_map.resolve(specs)
         }
+        if style == "legacy" and self.legacy_is_tied and TIED_HEAD in stored:
+            raise ValueError(
+                f"before megatron-core the head of a {config.model_type} is the word embedding, but "
+                "this model's differs from it; use another style of names"
+            )
         embedding = stored[EMBEDDING]
         hidden = embedding.shape[1]
         return {
@@ -474,8 +496,8 @@ class MegatronMap:
             "tensor_model_parallel_size": ranks[0],
             "pipeline_model_parallel_size": ranks[1],
             "transformer_impl": "transformer_engine" if style == "transformer_engine" else "local",
-            "untie_embeddings_and_output_weights": TIED_HEAD in stored,
-            "apply_residual_connection_post_layernorm": self.post_norm,
+            UNTIED: TIED_HEAD in stored,
+            POST_NORM: self.post_norm,
             **{name: values[0] for name, values in self.supported.items()},
             **({"moe_grouped_gemm": style == "transformer_engine"} if self.mixture else {}),
             "consumed_train_samples": 0,
@@ -534,6 +556,11 @@ def join_experts(
     for name, parts in slices.items():
         joined[name] = ParameterPlacement(name, parameters[name].shape, 0, (tuple(parts),))
     return {name: joined[name] for name in parameters}
+
+
+def _is_legacy(names: Iterable[str]) -> bool:
+    """Returns whether stored tensors of these names are of layers before megatron-core."""
+    return any(name.startswith("language_model.") for name in names)
 
 
 def _count_layers_per_stage(layers: int, stages: int) -> int:

@@ -26,6 +26,7 @@ SOURCES = (*TARGETS, "universal", "layer files")
 FAMILIES = {
     "gpt2": "GPT-2",
     "bert-pretraining": "BERT",
+    "megatron-bert": "Megatron-BERT",
     "roberta": "RoBERTa",
     "t5": "T5",
     "t5-v1.1": "T5 v1.1",

@@ -135,6 +135,31 @@ def bert_modules(weights: Mapping[str, Tensor], heads: int, layers: int) -> dict
     return found
 
 
+def megatron_bert_modules(weights: Mapping[str, Tensor], heads: int, layers: int) -> dict[str, Any]:
+    """The same for transformers' Megatron-BERT, whose norms have Megatron-LM's places."""
+
+    def both(name: str) -> tuple[Tensor, Tensor]:
+        return weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    at = "bert.encoder.layer.{}"
+    # BERT's names of the norms, so that the rest is read as a BERT's.
+    first, last = both("bert.encoder.layer.0.attention.ln"), both("bert.encoder.ln")
+    named = {
+        **weights,
+        "bert.embeddings.LayerNorm.weight": first[0],
+        "bert.embeddings.LayerNorm.bias": first[1],
+    }
+    for i in range(layers):
+        before_mlp = both(f"{at.format(i)}.ln")
+        following = last if i == layers - 1 else both(f"{at.format(i + 1)}.attention.ln")
+        for name, pair in (("attention.output", before_mlp), ("output", following)):
+            for kind, tensor in zip(("weight", "bias"), pair, strict=True):
+                named[f"{at.format(i)}.{name}.LayerNorm.{kind}"] = tensor
+    found = {**bert_modules(named, heads, layers), "post_norm": False}
+    untied = "cls.predictions.decoder.weight"
+    return found | ({"untied": weights[untied]} if untied in weights else {})
+
+
 def stage_tensors(
     modules: Mapping[str, Any], layout: Layout, rank: int, layers: range, first: bool, last: bool
 ) -> dict[str, Tensor]:
@@ -214,7 +239,9 @@ def states(modules: Mapping[str, Any], layout: Layout) -> Iterator[tuple[str, di
         "openai_gelu": modules["stack"] == "decoder",
         "bias_gelu_fusion": False,
         "layernorm_epsilon": 1e-5 if modules["stack"] == "decoder" else 1e-12,
-        "apply_residual_connection_post_layernorm": modules["stack"] == "encoder",
+        "apply_residual_connection_post_layernorm": modules.get(
+            "post_norm", modules["stack"] == "encoder"
+        ),
         **layout.arguments,
     }
     whole, parts = len(modules["layers"]), layout.pp * layout.chunks
@@ -474,17 +501,17 @@ def _load_save_and_run(
     place.mkdir(exist_ok=True)
     torch.distributed.barrier()
     common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
-    _save_in_this_process({**model.sharded_state_dict(prefix=""), **common}, place)
+    save_in_this_process({**model.sharded_state_dict(prefix=""), **common}, place)
     ours = written.with_name(f"{written.name}.dist") / "release"
     if ours.exists():
-        _check_torch_dist(model, ours, rank)
+        check_torch_dist(model, ours, rank)
     length = ids.shape[1]
     positions = torch.arange(length)[None].expand_as(ids)
     with torch.no_grad():
         return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
 
 
-def _save_in_this_process(state: dict[str, Any], place: Path) -> None:
+def save_in_this_process(state: dict[str, Any], place: Path) -> None:
     """Saves by megatron-core's own code, but for its writing processes.
 
     They are forked from this one, which has threads: on a busy machine a thread often holds a lock at that moment, and
@@ -524,7 +551,7 @@ def without_extra_states(wanted: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if "_extra_state" not in name}
 
 
-def _check_torch_dist(model: Any, folder: Path, rank: int) -> None:
+def check_torch_dist(model: Any, folder: Path, rank: int) -> None:
     """Loads a torch_dist folder over a model, which must have the same weights afterwards.
 
     Of the vocabulary, whose padding is another one, the first rank has all that is no padding.
@@ -542,6 +569,6 @@ def _check_torch_dist(model: Any, folder: Path, rank: int) -> None:
     model.load_state_dict(dist_checkpointing.load(wanted, str(folder)), strict=False)
     for name, parameter in model.named_parameters():
         rows = slice(None)
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
             rows = slice(0, 97 if rank == 0 else 0)
         assert torch.equal(parameter[rows], before[name][rows]), name

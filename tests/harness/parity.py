@@ -148,7 +148,7 @@ def randomize(model, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:  # a table of sinusoids
                 continue
-            is_norm = ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight")
+            is_norm = ("norm" in name.lower() or ".ln" in name) and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
 
 

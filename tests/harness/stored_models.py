@@ -25,6 +25,7 @@ class Zoo:
         "gpt2-untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False}),
         "bert": ("BertForMaskedLM", {}),
         "bert-pretraining": ("BertForPreTraining", {}),
+        "megatron-bert": ("MegatronBertForPreTraining", {}),
         "bert-classification": ("BertForSequenceClassification", {"num_labels": 3}),
         "bert-choices": ("BertForMultipleChoice", {}),
         "bert-body": ("BertModel", {}),

@@ -84,6 +84,9 @@ PUBLISHED = {
     "electra-base-discriminator": 109_483_009,
     "electra-large-generator": 51_295_290,
     "electra-large-discriminator": 335_142_913,
+    # With the rows that pad the vocabularies.
+    "megatron-bert-uncased-345m": 335_246_208,
+    "megatron-bert-cased-345m": 333_671_808,
     "xlm-roberta-xl": 3_482_741_760,
     "xlm-roberta-xxl": 10_712_994_816,
     "eurobert-210m": 211_766_016,

@@ -24,6 +24,7 @@ FAMILIES = {
     "llama": {},
     "eurobert": {},
     "xlm-roberta-xl": {},
+    "megatron-bert": {},
 }
 STEPS = 4
 

@@ -37,6 +37,7 @@ MORE = (
     "m2m_100",
     "eurobert",
     "xlm-roberta-xl",
+    "megatron-bert",
 )
 STEPS, SAVED = (20, 8) if EVERY_CASE else (10, 4)
 # tensor-parallel, data-parallel, stages. `make test-all` runs all of them for each family.

@@ -63,6 +63,7 @@ WANTED = {
         "ForTokenClassification",
     ),
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
+    "MegatronBert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction", "ForCausalLM"),
     "EuroBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "XLMRobertaXL": (*ENCODER_HEADS, "ForCausalLM"),
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),

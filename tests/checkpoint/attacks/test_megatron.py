@@ -196,15 +196,21 @@ def test_a_model_that_the_zoo_does_not_have(wrong, arena, gpt):
 
 
 def test_a_bert_of_another_architecture(arena, bert):
-    arguments = {"apply_residual_connection_post_layernorm": False}
-    source = write(arena.folder / "pre", bert, Layout(style="legacy", arguments=arguments))
-    assert "apply_residual_connection_post_layernorm=False" in arena.refused_merge(source)
     for style in ("local", "te"):
         source = write(arena.folder / style, bert, Layout(style=style))
         assert (
-            "a BERT of megatron-core, with the norms of transformers' megatron-bert"
+            "a BERT of megatron-core, which is transformers' megatron-bert"
             in arena.refused_merge(source)
         )
+    source = write(
+        arena.folder / "unsaid",
+        bert,
+        Layout(style="legacy"),
+        lambda name, state: delattr(state["args"], "apply_residual_connection_post_layernorm"),
+    )
+    assert "its arguments lack apply_residual_connection_post_layernorm" in arena.refused_merge(
+        source
+    )
     source = write(
         arena.folder / "mixed", bert, Layout(style="legacy", arguments={"bias_gelu_fusion": True})
     )
