@@ -26,6 +26,9 @@ from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
 
 import shardzoo
+from shardzoo.cli.convert import MergeShards
+from shardzoo.cli.data import Prepare
+from shardzoo.cli.generate import GenerateArguments
 from shardzoo.convert import split
 from shardzoo.finetuning.arguments import FinetuningArguments
 from shardzoo.models.lora import add_lora, lora_config
@@ -110,9 +113,8 @@ def test_what_does_not_run_says_what_it_needs():
 
 def test_the_arguments_that_replace_others_exist():
     """The second column of the tables of docs/coming-from, as options and as names with a value."""
-    known = {
-        field.name for kind in (PretrainingArguments, FinetuningArguments) for field in fields(kind)
-    }
+    kinds = (PretrainingArguments, FinetuningArguments, Prepare, GenerateArguments, MergeShards)
+    known = {field.name for kind in kinds for field in fields(kind)}
     known |= {
         *argument_aliases(known),
         "learning_rate",
