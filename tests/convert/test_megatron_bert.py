@@ -164,14 +164,16 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 def test_the_arguments_tell_the_configuration(folders, tmp_path):
     """And tell it from a BERT, whose tensors have the same names."""
-    split(folders("pretraining"), tmp_path / "out", 2, style="megatron", stages=2)
-    (tmp_path / "out" / "config.json").unlink()
-    merge(tmp_path / "out", tmp_path / "hf")
-    found = json.loads((tmp_path / "hf" / "config.json").read_text())
-    wanted = json.loads((folders("pretraining") / "config.json").read_text())
-    assert found["vocab_size"] == 256
-    for key in {"model_type", "architectures", "hidden_act", "type_vocab_size", *SIZES}:
-        assert key == "vocab_size" or found[key] == wanted[key], key
+    for case in ("pretraining", "masked"):
+        place = tmp_path / case
+        split(folders(case), place, 2, style="megatron", stages=2)
+        (place / "config.json").unlink()
+        merge(place, tmp_path / f"{case}-hf")
+        found = json.loads((tmp_path / f"{case}-hf" / "config.json").read_text())
+        wanted = json.loads((folders(case) / "config.json").read_text())
+        assert found["vocab_size"] == 256
+        for key in {"model_type", "architectures", "hidden_act", "type_vocab_size", *SIZES}:
+            assert key == "vocab_size" or found[key] == wanted[key], (case, key)
 
 
 def test_torch_dist_is_reshaped_into_ranks(folders, hashes, tmp_path):
@@ -298,7 +300,7 @@ UNWRITABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_turns(UNWRITABLE, 3))
+@pytest.mark.parametrize("name", UNWRITABLE)
 def test_models_that_megatron_does_not_have(name, folders, tmp_path):
     changes, message = UNWRITABLE[name]
     values = json.loads((folders("masked") / "config.json").read_text()) | changes
@@ -307,6 +309,19 @@ def test_models_that_megatron_does_not_have(name, folders, tmp_path):
         split(tmp_path / "hf", tmp_path / "out", 1, style="megatron")
     with pytest.raises(ValueError, match=message):
         merge(tmp_path / "hf", tmp_path / "out", style="torch_dist")
+
+
+def test_a_decoder_is_not_read_as_what_attends_to_all_tokens(folders, tmp_path):
+    source = write(tmp_path / "megatron", modules(folders("masked")), Layout(1))
+    values = json.loads((folders("masked") / "config.json").read_text())
+    path = tmp_path / "c.json"
+    path.write_text(
+        json.dumps(values | {"is_decoder": True, "architectures": ["MegatronBertForCausalLM"]})
+    )
+    with pytest.raises(
+        ValueError, match="a language-model head, not that of MegatronBertForCausalLM"
+    ):
+        merge(source, tmp_path / "hf", Options(config_file=path))
 
 
 def test_a_head_of_its_own_needs_megatron_core(folders, tmp_path):

@@ -77,6 +77,17 @@ def test_distilbert_has_its_own_keys():
     assert config.with_changes(dim=48).hidden_size == 48
 
 
+def test_megatron_bert_has_one_rate_for_its_classifiers_and_the_rest():
+    """transformers ignores a rate of their own, which its BERT has."""
+    values = tiny("megatron-bert", 0.2, classifier_dropout=0.9)
+    config = config_from_dict(values)
+    assert config.classifier_dropout_prob == 0.2
+    assert "classifier_dropout" not in config.to_dict()
+    for head in ("SequenceClassification", "TokenClassification", "MultipleChoice"):
+        model = shardzoo.from_config(values | {"architectures": [f"MegatronBertFor{head}"]})
+        assert model.dropout.p == 0.2, head
+
+
 def test_a_summary_that_electra_does_not_compute():
     values = tiny("electra", summary_activation="tanh")
     config_from_dict(values)  # no other head uses it

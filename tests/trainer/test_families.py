@@ -46,7 +46,7 @@ def build(mesh, family: str):
     return from_config(tiny(family, layers=2, **FAMILIES[family]), mesh)
 
 
-@pytest.mark.parametrize("family", by_turns(FAMILIES, 6))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 7))
 def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, family):
     """Every day, families are split in two and go on whole, or go on split in four, in turn."""
     settings = {
