@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from ..files.verbosity import is_quiet
 from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
@@ -119,9 +121,13 @@ def run(options: Kernels) -> int:
 
     facts = describe_environment(device)
     results: list[Result] = []
+    total = len(chosen) * len(options.dtype)
     for case in chosen:
         for dtype in options.dtype:
-            with console.status(f"{case.name} {dtype}"):
+            doing = f"{len(results) + 1}/{total} {case.name} {dtype}"
+            if not console.is_terminal and not is_quiet():
+                print(doing, file=sys.stderr, flush=True)
+            with console.status(doing):
                 results.append(attempt(case, device, dtype, options))
             # Written after each case, so that an interrupted run leaves its results.
             if options.json:

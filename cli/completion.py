@@ -9,9 +9,11 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from ..files.verbosity import OPTIONS
+from ..models.family_table import presets
 from .console import run_and_report
 from .help import HelpPage, show_help
 from .parsing import parse_words
+from .recipes import list_recipes
 from .spellings import SHORT_NAMES
 
 BASH = """# Completes shardzoo's commands, options and choices.
@@ -33,6 +35,9 @@ _shardzoo() {{
         fi
         case "$before" in
 {choices}
+        esac
+        case "$command $before" in
+            "pretrain --model") words="{presets}" ;;
         esac
     fi
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -115,7 +120,12 @@ def list_options(page: HelpPage) -> dict[str, Sequence[str]]:
 
 
 def write_bash(pages: Mapping[str, Mapping[str, HelpPage]]) -> str:
-    """Returns the script for bash."""
+    """Returns the script for bash.
+
+    Presets are offered as the model of the commands that need no weights.
+    """
+    names = [name for name, _ in presets()]
+    named = {"estimate": names, "plan": names, "models": names, "recipes": list(list_recipes())}
     nested: list[str] = []
     options: list[str] = []
     all_choices: dict[str, set[str]] = {}
@@ -127,7 +137,8 @@ def write_bash(pages: Mapping[str, Mapping[str, HelpPage]]) -> str:
             if name:
                 nested.append(f'            "{command} {name}") words="{" ".join(found)}" ;;')
             else:
-                options.append(f'                {command}) words="{" ".join(found)}" ;;')
+                words = " ".join([*named.get(command, ()), *found])
+                options.append(f'                {command}) words="{words}" ;;')
         if "" not in own:
             options.append(f'                {command}) words="{" ".join(own)}" ;;')
     with_choices: list[str] = []
@@ -137,6 +148,7 @@ def write_bash(pages: Mapping[str, Mapping[str, HelpPage]]) -> str:
     return BASH.format(
         commands=" ".join(pages),
         nested="\n".join(nested),
+        presets=" ".join(names),
         options="\n".join(options),
         choices="\n".join(with_choices),
     )

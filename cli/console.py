@@ -18,7 +18,7 @@ from typing import Any
 from ..files.printable import printable
 from ..files.verbosity import is_quiet, is_verbose
 from ..files.working_copies import name_urls
-from .spellings import name_options
+from .spellings import name_as_typed, name_options
 
 USAGE_ERROR = 2
 # Seconds between two lines of progress.
@@ -109,6 +109,7 @@ def print_error(error: ValueError | OSError, options: Iterable[str] = ()) -> Non
     from rich.text import Text
 
     message = name_options(name_urls(explain_error(error)), options)
+    message = name_as_typed(message, sys.argv[1:])
     line = Text(printable(" ".join(message.split())))
     Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
 

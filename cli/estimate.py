@@ -258,6 +258,7 @@ def run(arguments: EstimateArguments) -> int:
     else:
         console = make_console()
         console.print(build_table(fullest, arguments, job))
+        console.print(describe_settings(job), highlight=False)
         if arguments.pipeline_parallel_size > 1:
             console.print(stage_table(stages, job))
         if arguments.device_memory is not None and largest is not None:
@@ -355,21 +356,16 @@ def name_engine(job: Job) -> str:
 
 
 def build_table(found: Estimate, arguments: EstimateArguments, job: Job) -> Table:
-    """Returns a table of the memory in use at the peak, and of the settings that it is for."""
+    """Returns a table of the memory in use at the peak."""
     title = f"{arguments.model}: {found.parameters:,} parameters"
     parts = job.tensor_parallel_size * job.pipeline_parallel_size * job.expert_parallel_size
     if parts > 1:
         title += " on a rank"
+    if found.padding:
+        title += f" with {found.padding:,} of the vocabulary's padding"
     if found.trained != found.parameters:
         title += f", {found.trained:,} of them trained"
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=describe_settings(job),
-        caption_justify="left",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column(f"at the peak, {found.peak.name}")
     table.add_column("GiB", justify="right")
     for name, value in found.peak.lines.items():

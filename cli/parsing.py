@@ -135,7 +135,8 @@ PYTHON_MESSAGES: tuple[tuple[str, Any], ...] = (
 def _explain_choice(given: str, option: str, listed: str) -> str:
     """Returns what an option may be, and which of that a wrong value may mean."""
     choices = re.findall(r"'([^']*)'", listed) or listed.split(", ")
-    choices = [choice for choice in choices if choice != "None"]  # It is left out instead.
+    if "None" in choices:  # It is left out instead. tyro lists an optional choice in any order.
+        choices = sorted(choice for choice in choices if choice != "None")
     text = f"{option} must be one of {', '.join(choices)}, not {given!r}"
     close = difflib.get_close_matches(given, choices, n=1)
     return f"{text}; did you mean {close[0]}?" if close else text

@@ -35,11 +35,15 @@ def main(argv: list[str]) -> int:
     return run_and_report(lambda: run(arguments), options=list_fields(RecipesArguments))
 
 
+def list_recipes() -> dict[str, Path]:
+    """Returns the files of all recipes, by their names."""
+    files = (*sorted(RECIPES.glob("*.yaml")), *sorted(TASKS.glob("*.yaml")))
+    return {path.stem: path for path in files}
+
+
 def run(arguments: RecipesArguments) -> int:
     """Prints the list or a recipe. Raises ValueError if there is none of the name."""
-    files = {
-        path.stem: path for path in (*sorted(RECIPES.glob("*.yaml")), *sorted(TASKS.glob("*.yaml")))
-    }
+    files = list_recipes()
     name = arguments.name
     if name is None:
         width = max(map(len, files))

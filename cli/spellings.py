@@ -97,6 +97,31 @@ def respell(
     return [*first, *options]
 
 
+def name_as_typed(message: str, argv: Iterable[str]) -> str:
+    """Returns a message that names options as they were typed: `--tp` for `--model-parallel-size`,
+    `train.train_iter` for `--train-steps`.
+
+    Args:
+        message: A message whose options have their own names.
+        argv: The command line.
+    """
+    from ..trainer.arguments.aliases import SPELLINGS  # It takes long to import.
+
+    typed: dict[str, str] = {}
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        if not option.startswith("--") and not equals:
+            continue
+        name = option.removeprefix("--").replace("-", "_")
+        target = SHORT.get(name, SPELLINGS.renamed.get(name, name))
+        typed.setdefault(target, option if option.startswith("--") or target != name else "")
+    for target, option in typed.items():
+        if option:
+            long = f"--{target.replace('_', '-')}"
+            message = re.sub(rf"(?<![\w-]){long}(?![\w-])", lambda _, text=option: text, message)
+    return message
+
+
 # Files whose keys are spelled with underscores, so that a message about one keeps them.
 KEYED_FILE = re.compile(
     r"(config|deepspeed|state|manifest|meta|tokenizer|index)[\w.-]*\.json|\.ya?ml\b"

@@ -242,13 +242,13 @@ class FinetuningArguments(TrainingArguments):
         object.__setattr__(self, "env_type", chosen)
         object.__setattr__(self, "columns", texts("columns", self.columns))
         object.__setattr__(self, "matryoshka_dims", tuple(self.matryoshka_dims))
-        self._check_ranges()
+        self._check_own_ranges()
         self._check_folders()
         self._check_splitting()
         self._check_packing()
         self._check_metric()
 
-    def _check_ranges(self) -> None:
+    def _check_own_ranges(self) -> None:
         for name, least in SMALLEST.items():
             value = getattr(self, name)
             if value is not None and value < least:

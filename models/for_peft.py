@@ -508,7 +508,15 @@ def get_peft_model(
         return SplitPeftModel(model, peft_config, adapter_name)
     if not isinstance(model, PreTrainedModel):
         model = ModelForPeft(model)
-    return import_peft().get_peft_model(model, peft_config, adapter_name, **options)
+    try:
+        return import_peft().get_peft_model(model, peft_config, adapter_name, **options)
+    except ValueError as error:
+        if "not found in the base model" not in str(error):
+            raise
+        names = dict.fromkeys(name for _, name, _ in _iter_linears(model))
+        raise ValueError(
+            f"{str(error).partition('. ')[0]}; its linear modules are {', '.join(names)}"
+        ) from None
 
 
 def _is_of_peft(module: nn.Module) -> bool:

@@ -401,6 +401,24 @@ class ModelMethods(nn.Module):
         return getattr(cls, "generates", None) in ("continuation", "answer", "blanks")
 
     @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """False: what transformers' Trainer asks of a model when it is made.
+
+        Raises:
+            ValueError: The Trainer would train the model, and then fail to save it.
+        """
+        is_split = getattr(self, "mesh", None) is not None
+        names = list(self.named_parameters(remove_duplicate=False))
+        if is_split or len(names) > len(list(self.parameters())):
+            reason = "which is split" if is_split else "whose head is its embedding"
+            raise ValueError(
+                f"transformers' Trainer cannot save a {type(self).__name__} of shardzoo, {reason}; "
+                "give it shardzoo.models.for_transformers.TransformersModel(model), or use "
+                "shardzoo.trainer.Trainer"
+            )
+        return False
+
+    @property
     def is_gradient_checkpointing(self) -> bool:
         """Whether the backward pass computes the blocks again."""
         lists = [module for module in self.modules() if isinstance(module, BlockList)]

@@ -13,7 +13,8 @@ import pytest
 from shardzoo.cli import estimate, generate, models
 from shardzoo.cli.completion import list_options, list_pages, write_bash
 from shardzoo.cli.main import COMMANDS, main
-from shardzoo.cli.spellings import OLD, SHORT, name_options, respell
+from shardzoo.cli.parsing import shorten_box
+from shardzoo.cli.spellings import OLD, SHORT, name_as_typed, name_options, respell
 from shardzoo.compat.spellings import FLAGAI, LIBAI, T2T_TUNER, TRANSFORMERS
 
 # The kernels' bench names the type and the sizes of an operator's tensors.
@@ -260,6 +261,24 @@ def test_a_message_spells_arguments_as_options():
         assert name_options(message, names) == (spelled or message)
 
 
+def test_a_message_names_options_as_they_were_typed():
+    for typed, message, expected in (
+        ("--tp 0", "--model-parallel-size must be at least 1", "--tp must be at least 1"),
+        ("--tp=0", "use --model-parallel-size 2", "use --tp 2"),
+        ("train.log_period=0", "--log-interval must be", "train.log_period must be"),
+        ("--batch-size 0", "--micro-batch-size must", "--batch-size must"),
+        ("--model-parallel-size 0", "--model-parallel-size must", None),
+        ("--tp 2", "--model-parallel-size-x", None),
+        ("tp=2 lr=3", "--lr must be above 0", None),
+    ):
+        assert name_as_typed(message, typed.split()) == (expected or message)
+
+
+def test_the_choices_of_an_option_are_listed_in_one_order(capsys):
+    listed = "Invalid choice 'X' for argument '--task'. Expected one of ('chat', 'None', 'answer')."
+    assert "one of answer, chat, not 'X'" in shorten_box(f"title\n| {listed} |\n")
+
+
 def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):
     script = tmp_path / "completion"
     script.write_text(write_bash(pages))
@@ -278,4 +297,8 @@ def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):
     assert complete("shardzoo", "convert", "split", "--mod") == {"--model-parallel-size"}
     assert complete("shardzoo", "generate", "--t") >= {"--tp", "--temperature", "--top-k"}
     assert complete("shardzoo", "estimate", "--recompute", "") >= {"none", "selective", "full"}
+    assert complete("shardzoo", "estimate", "gpt2-x") == {"gpt2-xl"}
+    assert "mt5-quickstart" in complete("shardzoo", "pretrain", "--model", "mt5-")
+    assert "mt5-libai" in complete("shardzoo", "recipes", "mt5-l")
+    assert complete("shardzoo", "finetune", "--model", "gpt2-x") == set()
     assert "--objective" in list_options(pages["pretrain"][""])

@@ -41,6 +41,8 @@ ARGUMENTS = [
         {"torch_compile_backend": "zzz"},
         "torch_compile_backend must be one of .*inductor.*, not 'zzz'",
     ),
+    ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, not 0"),
+    ({"lr": -1.0}, "lr must be above 0, not -1"),
     ({"train_file": "nowhere.json"}, "train_file nowhere.json does not exist"),
     ({"model_name_or_path": ""}, "model_name_or_path is missing"),
     ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is not a folder"),

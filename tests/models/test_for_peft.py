@@ -93,6 +93,13 @@ def disturb(model: Any) -> None:
         assert not parameter.is_meta, name
 
 
+def test_modules_that_do_not_exist_are_answered_with_those_that_do(tmp_path):
+    hf_model("GPT2LMHeadModel", 0.0).save_pretrained(tmp_path)
+    model = shardzoo.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'q_proj'.* linear modules are .*c_attn, c_proj, c_fc"):
+        get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
 @pytest.mark.parametrize("case", by_turns(CASES, 3))
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_what_it_computes_on_transformers(case, tmp_path):

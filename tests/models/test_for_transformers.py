@@ -198,6 +198,19 @@ def test_dropout_follows_from_the_seed_and_resumes(tmp_path):
     )
 
 
+def test_a_model_that_the_trainer_could_not_save_is_refused_when_it_is_made(tmp_path):
+    """transformers reads one property of the model for it; the model of an untied head goes on."""
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    folder = save_model(tmp_path / "gpt2", "GPT2LMHeadModel", "gpt2")
+    model = shardzoo.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"cannot save a GPT2LMHeadModel .*TransformersModel"):
+        transformers.Trainer(model, arguments)
+    transformers.Trainer(TransformersModel(model), arguments)
+    transformers.Trainer(
+        shardzoo.from_pretrained(folder, architecture=shardzoo.models.GPT2Model), arguments
+    )
+
+
 def test_a_split_model_is_refused():
     with pytest.raises(ValueError, match=r"use shardzoo\.trainer\.Trainer"):
         TransformersModel(SimpleNamespace(mesh=object()))

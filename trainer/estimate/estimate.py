@@ -40,13 +40,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of one rank: the elements of all parameters and of the trained ones, and the
-    moments of a step.
+    """The memory of one rank.
+
+    Attributes:
+        parameters: Elements of all parameters, with the padding of a vocabulary.
+        trained: Elements of those that are trained.
+        moments: The moments of a step.
+        padding: Elements that belong to no row of the vocabulary.
     """
 
     parameters: int
     trained: int
     moments: tuple[Moment, ...]
+    padding: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -81,6 +87,7 @@ def estimate_rank(model: ModelMemory, job: Job) -> Estimate:
         parameters=sum(size.local for size in model.parameters),
         trained=sum(size.local for size in model.trained),
         moments=tuple(_moments(model, engine, job)),
+        padding=sum(size.padding for size in model.parameters),
     )
 
 
