@@ -14,6 +14,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from ..files.object_store import check_local
 from ..files.verbosity import is_quiet
 from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
@@ -105,6 +106,9 @@ def run(options: Kernels) -> int:
 
     Raises ValueError for an unknown operator.
     """
+    for name in ("json", "plot"):
+        if getattr(options, name):
+            check_local(getattr(options, name), f"--{name}")
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_model
+from ..files.heap import return_freed_memory
 from ..files.object_store import find_url
 from ..files.printable import printable
 from ..files.strict_json import read_folder_json
@@ -294,6 +295,8 @@ def run(command: Common) -> int:
     An `OSError` of the user's disk becomes a `ValueError`.
     """
     try:
+        if any(isinstance(path, Path) and find_url(path) for path in vars(command).values()):
+            return_freed_memory()
         return COMMANDS[type(command)](_find_folders(command))
     except OSError as error:
         raise ValueError(explain_error(error)) from None

@@ -20,6 +20,7 @@ from ..data.text.records import check_text
 from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..files.verbosity import is_quiet, take_verbosity
+from ..files.working_copies import find_source
 from ..models.generation.settings import GenerationSettings
 from ..trainer.precisions import PrecisionName
 from .arguments import parse, read_yaml
@@ -379,7 +380,7 @@ def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
         yield from read_standard_input()
     else:
         try:
-            yield from read_file(arguments.file)
+            yield from read_file(find_source(arguments.file) or arguments.file)
         except (OSError, ValueError) as error:
             raise ValueError(f"--file: {arguments.file} is not readable: {error}") from None
 

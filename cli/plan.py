@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..files.object_store import check_local
 from ..models import find_config
 from ..models.config import ModelConfig
 from ..plan.calibration import calibrate
@@ -219,6 +220,9 @@ def run(arguments: PlanArguments) -> int:
         )
     if arguments.seed < 0:
         raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
+    for name in ("calibrate", "write"):
+        if getattr(arguments, name):
+            check_local(getattr(arguments, name), f"--{name}")
     if arguments.calibrate:
         write_calibration(arguments, arguments.calibrate)
         if arguments.model is None:

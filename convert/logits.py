@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from ..checkpoint.checkpoint import open_checkpoint
+from ..files.working_copies import is_copy
 from ..models import family, from_pretrained
 from ..models.auto import model_class
 from ..models.language_model import Backbone
@@ -62,7 +63,7 @@ def compare_logits(
     """Compares fp32 logits of random tokens: those of a split model, and transformers'.
 
     The split model runs in `size` processes that load shards. If `folder` has another format,
-    shards or a Hugging Face folder are written to a temporary folder. A family that transformers
+    or is in a store, shards or a Hugging Face folder are written to a temporary folder. A family that transformers
     does not have is compared with the unsplit model.
 
     Args:
@@ -81,11 +82,13 @@ def compare_logits(
     with tempfile.TemporaryDirectory(prefix="logits-") as name:
         temporary = Path(name)
         shards = folder
-        if source.kind != "shards" or len(source.ranks) != size:
+        # The processes, and transformers, need files with bytes of their own.
+        in_store = is_copy(folder)
+        if source.kind != "shards" or len(source.ranks) != size or in_store:
             shards = temporary / "shards"
             split(folder, shards, size, options)
         merged = folder
-        if source.kind != "huggingface":
+        if source.kind != "huggingface" or in_store:
             merged = temporary / "merged"
             merge(folder, merged, options)
         ours = _compute_split_logits(shards, size, inputs, temporary)

@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import ComparingSink, OpenFiles, check_hash, hash_stored
 from ..checkpoint.layout import TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
-from ..files.working_copies import open_for_reading
+from ..files.working_copies import is_copy, open_for_reading
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Digests, TensorCopy
 from .operations import Options, merge, split
@@ -136,7 +136,8 @@ def verify_round_trip(
 ) -> VerificationReport:
     """Converts the folder into a temporary one beside it and compares the result with it.
 
-    The names of tensors are compared too.
+    The names of tensors are compared too. Of a folder in a store, the temporary one is where the
+    system has its temporary files.
 
     Args:
         folder: A Hugging Face folder is split; a folder of another format is merged.
@@ -146,7 +147,7 @@ def verify_round_trip(
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     is_huggingface = mapped.checkpoint.kind == "huggingface"
-    parent = folder.resolve().parent
+    parent = None if is_copy(folder) else folder.resolve().parent
     with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=parent) as temporary:
         converted = Path(temporary) / "converted"
         if is_huggingface:

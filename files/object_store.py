@@ -69,6 +69,8 @@ def find_url(name: str | os.PathLike[str]) -> str | None:
     text = os.fspath(name)
     match = _URL.fullmatch(text)
     if match is None:
+        if text.removesuffix(":") in PACKAGES and text.endswith(":"):  # Path("s3://")
+            raise ValueError(f"{text}// names no bucket or folder; write {text}//BUCKET/NAME")
         return None
     scheme = match["scheme"]
     if scheme not in PACKAGES:
@@ -82,6 +84,13 @@ def find_url(name: str | os.PathLike[str]) -> str | None:
     if not rest:
         raise ValueError(f"{text} names no bucket or folder; write {scheme}://BUCKET/NAME")
     return f"{scheme}://{rest}"
+
+
+def check_local(path: str | os.PathLike[str], argument: str) -> None:
+    """Raises ValueError if the path of a file that is written on this machine is a URL."""
+    url = find_url(path)
+    if url is not None:
+        raise ValueError(f"{argument} must be a path on this machine, not {url}")
 
 
 @dataclass(frozen=True)

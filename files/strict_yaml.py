@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from .working_copies import find_source
+
 LARGEST_YAML = 1 << 18  # bytes; reading so many takes seconds
 
 
@@ -54,7 +56,7 @@ def read_strict_yaml(path: Path, option: str) -> Any:
     """Returns what a YAML file holds; None for an empty one.
 
     Args:
-        path: The file.
+        path: The file, or its URL.
         option: The option that names the file, for messages.
 
     Raises:
@@ -63,7 +65,8 @@ def read_strict_yaml(path: Path, option: str) -> Any:
     if "\0" in str(path):
         raise ValueError(f"{option}: {str(path)!r} is not the name of a file")
     try:
-        found = path.stat()
+        local = find_source(path) or path
+        found = local.stat()
         # A pipe would wait for a writer, and a device may have no end.
         if not stat.S_ISREG(found.st_mode):
             kind = "Is a directory" if stat.S_ISDIR(found.st_mode) else "it is not a regular file"
@@ -72,7 +75,7 @@ def read_strict_yaml(path: Path, option: str) -> Any:
             raise ValueError(
                 f"{option}: {path} has more than {LARGEST_YAML:,} bytes; name a file of arguments"
             )
-        return yaml.load(path.read_bytes(), StrictLoader)  # a SafeLoader
+        return yaml.load(local.read_bytes(), StrictLoader)  # a SafeLoader
     except FileNotFoundError:
         raise ValueError(f"{option}: there is no file {path}") from None
     except OSError as error:

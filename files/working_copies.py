@@ -38,6 +38,7 @@ from typing import Any, BinaryIO, cast
 
 from .durable import write_durably
 from .object_store import (
+    PACKAGES,
     StoredObject,
     download,
     find_object,
@@ -59,10 +60,13 @@ RANGED = frozenset((".safetensors",))
 # A folder's files that say what is in it, in the order in which they are sent, after all others.
 CONFIGS = ("config.json", "adapter_config.json")
 STATE = "trainer_state.json"
-LAST = (*CONFIGS, "corpus.json", "manifest.json", STATE)
+# The index of a folder of torch.distributed.checkpoint, which is no hidden file of another program.
+INDEX = ".metadata"
+LAST = (*CONFIGS, INDEX, "corpus.json", "manifest.json", STATE)
 # In the names of a run's checkpoints that it has left behind: they stay on the machine that found it.
 ABANDONED = ".abandoned"
 RECORD = "objects.json"
+_ONE_SLASH = re.compile(rf"(?<![\w/.:-])({'|'.join(PACKAGES)}):/(?=[^/\s])")
 STREAM_BLOCK = 1 << 20  # bytes that are read ahead of whoever reads in order
 SHORT_GAP = 64 << 10  # bytes between two ranges that one request reads
 LARGEST_TEXT = 16 << 20  # bytes of a file that whoever replaces a folder may look at
@@ -411,6 +415,11 @@ def open_for_reading(path: Path) -> OpenFile:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
+def is_copy(path: Path) -> bool:
+    """Returns whether a path is a local copy of a URL, or within one: its files may be stand-ins."""
+    return WorkingCopy.find(path) is not None
+
+
 def find_stand_in(path: Path) -> RangedFile | None:
     """Returns the object whose stand-in a path is, or None for a file with bytes of its own."""
     copy = WorkingCopy.find(path)
@@ -641,7 +650,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+    return any(part.startswith(".") and part != INDEX for part in PurePosixPath(name).parts)
 
 
 @contextmanager
@@ -679,7 +688,10 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 
 def name_urls(text: str) -> str:
-    """Returns a message with URLs in the place of the paths of their local copies."""
+    """Returns a message with URLs in the place of the paths of their local copies, and with both
+    slashes of URLs that were paths.
+    """
+    text = _ONE_SLASH.sub(r"\1://", text)
     root = str(_find_root())
     if root not in text:
         return text

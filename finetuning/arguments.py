@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..files.object_store import check_local
 from ..files.working_copies import find_source
 from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.deepspeed_file import read_deepspeed_file
@@ -275,6 +276,8 @@ class FinetuningArguments(TrainingArguments):
     def _check_folders(self) -> None:
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the folder of the run to resume")
+        if self.cache_dir is not None:
+            check_local(self.cache_dir, "cache_dir")
         for name in ("save_dir", "experiment_name"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(

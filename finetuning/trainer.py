@@ -352,9 +352,7 @@ class Trainer(BaseTrainer):
 
     def _add_adapter(self) -> None:
         """Adds the LoRA weights that the arguments name, or that the model's folder holds."""
-        folder = self.source.adapter
-        if self.arguments.adapter is not None:
-            folder = Path(self.arguments.adapter)
+        folder = self.arguments.adapter or self.source.adapter
         if folder is not None and not has_lora(self.model):
             take_adapter(self.model, folder)
         if self.arguments.lora_rank:

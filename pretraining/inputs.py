@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.hub import TEXTS, find_folder
+from ..checkpoint.hub import TEXTS, find_folder, find_model
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.meta import read_meta
@@ -26,6 +26,7 @@ from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import family, find_config, presets
 from ..models.config import ModelConfig
 from ..models.loading import check_stored_model
+from ..models.lora import read_adapter_config
 from ..models.mapping import read_model_config
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.launch.rank_info import RankInfo
@@ -103,6 +104,8 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         start = arguments.init_from
     if adapts and not start:
         raise ValueError("LoRA weights adapt a trained model: name its folder with --init-from")
+    if arguments.adapter is not None:
+        read_adapter_config(find_model(arguments.adapter, "adapter"))
     weights = find_weights(start) if start else None
     if arguments.eval_only and weights is None:
         searched = ""
@@ -583,10 +586,13 @@ def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer, objective: Object
         if now.get(f"forced_{key}") is not None:
             ids[f"forced_{key}"] = ids[key]
     if "decoder_start_token_id" in known:
-        # Decoders begin with the padding token, as T5's, or with the end of a sequence, as BART's.
+        # Decoders begin with the padding token, as T5's, with the beginning of a sequence, as T5Gemma's,
+        # or with its end, as BART's.
         ids["pad_token_id"] = special.get("pad_token", special.get("eos_token"))
-        starts_with_padding = now["decoder_start_token_id"] == now["pad_token_id"]
-        start = "pad_token_id" if starts_with_padding else "eos_token_id"
+        start = "eos_token_id"
+        for name in ("bos_token_id", "pad_token_id"):
+            if ids[name] is not None and now["decoder_start_token_id"] == now[name]:
+                start = name
         ids["decoder_start_token_id"] = ids[start]
     ids |= objective.token_ids(tokenizer)
     changes = {name: value for name, value in ids.items() if name in known}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.hub import find_model
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.lora import add_lora, attach_factors, import_peft, load_adapter, lora_config
@@ -90,10 +91,11 @@ def convert_to_lora(
         config.base_model_name_or_path = str(base.resolve())
 
 
-def take_adapter(model: Any, folder: Path) -> None:
-    """Adds the LoRA weights in a folder of peft, to be trained further, and freezes all other
-    parameters.
+def take_adapter(model: Any, folder: str | Path) -> None:
+    """Adds the LoRA weights in a folder of peft, or at its URL or name on the Hub, to be trained
+    further, and freezes all other parameters.
     """
+    folder = find_model(folder, "adapter")
     if isinstance(getattr(model, "config", None), ModelConfig):
         load_adapter(model, folder)
         return
@@ -107,7 +109,7 @@ def apply_lora(model: Any, arguments: TrainingArguments) -> None:
     Raises ValueError for what does not work with them.
     """
     if not has_lora(model) and arguments.adapter is not None:
-        take_adapter(model, Path(arguments.adapter))
+        take_adapter(model, arguments.adapter)
     elif not has_lora(model) and arguments.lora_rank:
         convert_to_lora(model, lora_settings(arguments), arguments.seed)
     if getattr(model, "lora", None) is not None and arguments.zero_stage == 3:

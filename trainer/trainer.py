@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..data.loading.collate import DataCollator, with_loss_mask
+from ..files.heap import keep_freed_memory
 from ..files.verbosity import is_quiet
 from ..files.working_copies import name_urls
 from ..mpu import ParallelMesh, dropout_state, set_reduction
@@ -37,12 +38,7 @@ from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
 from .environments import ENVIRONMENTS
 from .evaluation import Metric, check_samples, evaluate, metric_functions
-from .launch.environment import (
-    initialize_distributed,
-    keep_freed_memory,
-    set_collective_timeout,
-    single_device,
-)
+from .launch.environment import initialize_distributed, set_collective_timeout, single_device
 from .launch.launch import ensure_processes_for
 from .launch.rank_process import is_restarted
 from .launch.ranks import Ranks, on_first_rank

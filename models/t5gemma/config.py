@@ -29,7 +29,8 @@ class T5GemmaConfig(HeadsConfig):
         dropout_rate: Of embeddings, outputs of the blocks' parts, and the inside of their MLPs.
         is_encoder_decoder: Whether there is a decoder. `T5GemmaEncoderModel` has none, and a
             classifier may have none; the other architectures need one.
-        decoder_start_token_id: The decoder's `bos_token_id`.
+        decoder_start_token_id: The decoder's `bos_token_id`, with which transformers' decoder
+            begins, too.
     """
 
     model_type: ClassVar[str] = "t5gemma"
@@ -119,6 +120,20 @@ class T5GemmaConfig(HeadsConfig):
     def classifier_dropout_prob(self) -> float:
         return self.classifier_dropout_rate
 
+    def with_changes(self, **changes: Any) -> Self:
+        """Returns a copy with other values; the ids of tokens become those of both stacks."""
+        names = ("pad_token_id", "bos_token_id", "eos_token_id")
+        ids = {name: changes[name] for name in names if name in changes}
+        start = changes.get("decoder_start_token_id")
+        for name in ("encoder", "decoder"):
+            own = dict(ids)
+            if name == "decoder" and start is not None:
+                own["bos_token_id"] = start
+            if own:
+                stack = self.read_stack(name, changes.get(name, getattr(self, name)))
+                changes[name] = stack.with_changes(**own)
+        return super().with_changes(**changes)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Returns a configuration from a `config.json`.
@@ -133,6 +148,7 @@ class T5GemmaConfig(HeadsConfig):
             raise ValueError(f"both stacks must have the same vocab_size, not {shown(sizes)}")
         values.update(stacks)
         values["vocab_size"] = stacks["decoder"].vocab_size
+        values["decoder_start_token_id"] = stacks["decoder"].bos_token_id
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,6 +160,7 @@ class T5GemmaConfig(HeadsConfig):
                 stored.pop(key, None)
             stored["is_decoder"] = name == "decoder"
             values[name] = stored
+        values["decoder"]["bos_token_id"] = self.decoder_start_token_id
         return values
 
     @classmethod

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from parity import randomize
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny
 
 import shardzoo
@@ -162,3 +163,53 @@ def test_the_keys_of_images_are_kept():
 def test_a_configuration_that_is_none_says_why(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict({**tiny("t5gemma2"), **changes})
+
+
+@pytest.mark.parametrize("model_type", ["t5gemma", "t5gemma2"])
+def test_other_ids_of_tokens_are_those_of_both_stacks(model_type, tmp_path):
+    """A new model has those of its tokenizer. transformers reads the decoder's alone."""
+    ids = {"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": 7, "decoder_start_token_id": 8}
+    values = tiny(model_type, 0.0)
+    if model_type == "t5gemma2":
+        values["encoder"] = {**values["encoder"], "vision_config": VISION, "mm_tokens_per_image": 4}
+    config = config_from_dict(values).with_changes(**ids)
+    assert config.encoder.pad_token_id == config.decoder.pad_token_id == 5
+    assert config.encoder.eos_token_id == config.decoder.eos_token_id == 7
+    assert config_from_dict(config.to_dict()) == config
+    labels = sample(0, 6)
+    labels[1, 4:] = -100
+    ours = from_config(config)
+    ours.save_pretrained(tmp_path)
+    kind = getattr(transformers, type(ours).__name__)
+    theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    batch = {"input_ids": sample(1, 9), "labels": labels}
+    expected = theirs(**batch)
+    actual = ours.eval()(**batch)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=0)
+    seen = labels >= 0
+    logits = ours.gather_logits(actual.logits)
+    torch.testing.assert_close(logits[seen], expected.logits[seen], rtol=0, atol=1e-5)
+
+
+def test_a_new_model_is_evaluated_by_transformers_without_its_part_of_images(tmp_path):
+    """Its files lack that part, of which transformers makes a new one."""
+    from shardzoo.models import find_config
+    from shardzoo.pretraining.export import load_exported
+
+    ours = from_config(find_config("t5gemma2-quickstart")).eval()
+    ours.save_pretrained(tmp_path)
+    theirs = load_exported(tmp_path)
+    batch = {"input_ids": sample(2, 40), "labels": sample(3, 21)}
+    batch["labels"][1, 9:] = -100
+    expected = theirs(**batch)
+    actual = ours(**batch)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        ours.gather_logits(actual.logits), expected.logits, rtol=0, atol=1e-5
+    )
+    file = tmp_path / "model.safetensors"
+    values = load_file(file)
+    del values["model.decoder.norm.weight"]
+    save_file(values, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"does not load .*missing_keys': \['model\.decoder\.norm"):
+        load_exported(tmp_path)

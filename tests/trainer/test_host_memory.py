@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from shardzoo.trainer.launch.environment import keep_freed_memory
+from shardzoo.files.heap import keep_freed_memory
 
 def step():
     held = [torch.ones((1 + 7 * i % 29) << 18) for i in range(24)]  # of 1 to 28 MiB

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import ClassVar, Literal
 
+from ...files.object_store import check_local, find_url
 from ..environments import ENVIRONMENTS, EnvType
 from ..optimizers.registry import (
     ELEMENTWISE_NAMES,
@@ -291,8 +292,11 @@ class TrainingArguments:
                 f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) "
                 "are alternatives; leave warm_up out, or set warmup_steps to None"
             )
+        if self.tensorboard_dir is not None:
+            check_local(self.tensorboard_dir, "tensorboard_dir")
         name = PurePath(self.experiment_name or "")
-        if name.is_absolute() or ".." in name.parts:
+        is_url = find_url(self.experiment_name or "") is not None
+        if name.is_absolute() or ".." in name.parts or is_url:
             raise ValueError(
                 f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import sys
 from datetime import timedelta
@@ -126,26 +125,3 @@ def leave_distributed() -> None:
     """Destroys the process group, if it exists. Its threads could abort the interpreter's exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# malloc.h
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-USERS_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, because the next step needs as
-    much memory again.
-
-    With torch's huge pages, glibc would otherwise return much of that memory after each step, and
-    page faults would slow down the next step. Settings in the user's environment take precedence.
-    """
-    if any(name in os.environ for name in USERS_SETTINGS):
-        return
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another C library
-        return
-    mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
