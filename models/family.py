@@ -90,7 +90,7 @@ class Family:
         infer_config: Infers the configuration from the tensors of each rank's file, for files
             without a `config.json`.
         megatron: How Megatron-LM stores the models, if it has the family.
-        gguf: How GGUF files store the models, if they are read.
+        gguf: How GGUF files store the models: one way for each name that they have there.
         upcycled: Of a family of mixtures, the `model_type` of a dense family whose models it makes
             mixtures of -> a function of a dense configuration and the numbers of experts and of a
             token's experts, which returns the keys of the mixture's configuration. The mixture's
@@ -116,7 +116,7 @@ class Family:
     has_config: Callable[[Mapping[str, Any]], bool] | None = None
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
     megatron: MegatronMap | None = None
-    gguf: GgufArchitecture | None = None
+    gguf: Sequence[GgufArchitecture] = ()
     upcycled: Mapping[str, Callable[[Any, int, int], dict[str, Any]]] = field(
         default_factory=dict[str, Callable[[Any, int, int], "dict[str, Any]"]]
     )

@@ -22,13 +22,9 @@ def add_family(facts: Family) -> None:
     _BY_MODEL_TYPE[facts.config.model_type] = facts
 
 
-def list_gguf() -> dict[str, GgufArchitecture]:
-    """Returns how GGUF files store the families that are read from them, by GGUF's name."""
-    found: dict[str, GgufArchitecture] = {}
-    for facts in list_families():
-        if facts.gguf is not None:
-            found[facts.gguf.name] = facts.gguf
-    return found
+def list_gguf() -> list[GgufArchitecture]:
+    """Returns how GGUF files store the families that are read from them."""
+    return [architecture for facts in list_families() for architecture in facts.gguf]
 
 
 def list_families() -> Iterator[Family]:

@@ -7,7 +7,8 @@ names of tensors and the keys of the header mean in Hugging Face's folders. Afte
 
 - Rows of some models' queries and keys are stored so that the features that rotate together are
   neighbors.
-- Matrices are stored as [out, in].
+- Matrices are stored as [out, in], those of all experts of a layer as one tensor.
+- The weights of Gemma's norms are stored plus one.
 - Scalings of rotary positions are keys, or tensors of factors (Llama 3.1, LongRoPE).
 """
 
@@ -19,10 +20,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from ...files.printable import describe
 from ...files.safe_paths import checked_file
 from ..tensor_reader import TensorReader
 from .gguf_header import GgufTensor, StoredRows, read_gguf_header
-from .quantized import QuantizedFolder, QuantizedWeight, RowReader
+from .quantized import PIECE_ELEMENTS, QuantizedFolder, QuantizedWeight, RowReader
 
 SUFFIX = ".gguf"
 _SPLIT = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
@@ -64,6 +65,7 @@ class GgufWeight(QuantizedWeight):
         decode: Returns the fp32 numbers of some of these rows.
         order: The row of the file for each row of the weight; None if they are the same.
         transposed: Whether the file holds the transposed matrix.
+        offset: What was added to the numbers of the file.
     """
 
     method: ClassVar[str] = "GGUF"
@@ -72,6 +74,7 @@ class GgufWeight(QuantizedWeight):
     decode: Callable[[Any], Any]
     order: Tensor | None = None
     transposed: bool = False
+    offset: float = 0.0
 
     def open(self, reader: TensorReader) -> RowReader:
         if self.transposed:
@@ -84,7 +87,8 @@ class GgufWeight(QuantizedWeight):
 
         def read_rows(start: int, stop: int) -> Tensor:
             if self.order is None:
-                return torch.from_numpy(self.decode(self.rows.read(start, stop)))
+                found = torch.from_numpy(self.decode(self.rows.read(start, stop)))
+                return found - self.offset if self.offset else found
             # The rows of a head change places, so those that are wanted are near one another.
             wanted = self.order[start:stop].numpy()
             first = int(wanted.min())
@@ -92,6 +96,71 @@ class GgufWeight(QuantizedWeight):
             return torch.from_numpy(self.decode(found[wanted - first]))
 
         return read_rows
+
+
+@dataclass(frozen=True)
+class StoredMatrices:
+    """The matrices of a layer's experts in the file, [experts, out, in], or their biases, [experts, out].
+
+    Attributes:
+        rows: The blocks of each row.
+        decode: Returns the fp32 numbers of blocks.
+        block: How many numbers a block has.
+        size: How many entries of the rows a block has.
+    """
+
+    rows: StoredRows
+    decode: Callable[[Any], Any]
+    block: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GgufExperts(QuantizedWeight):
+    """The matrices of a layer's experts as one tensor, [experts, in, out], or biases, [experts, out].
+
+    Attributes:
+        stored: The tensor of the file; or two, whose features alternate.
+    """
+
+    method: ClassVar[str] = "GGUF"
+
+    stored: tuple[StoredMatrices, ...]
+
+    def open(self, reader: TensorReader) -> RowReader:
+        def read_experts(start: int, stop: int) -> Tensor:
+            return torch.stack([torch.cat(list(self._expert(e))) for e in range(start, stop)])
+
+        return read_experts
+
+    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
+        for expert in range(self.shape[0]):
+            for piece in self._expert(expert):
+                yield piece.to(dtype).contiguous()
+
+    def _expert(self, expert: int) -> Iterator[Tensor]:
+        """Yields consecutive parts of an expert in fp32.
+
+        What is stored of the expert is in memory, since each row of a matrix is a stored column.
+        """
+        if len(self.shape) == 2:
+            biases = [
+                torch.from_numpy(one.decode(one.rows.read(expert, expert + 1)[0]))
+                for one in self.stored
+            ]
+            yield torch.stack(biases, -1).flatten()
+            return
+        packed = [one.rows.read(expert, expert + 1)[0] for one in self.stored]
+        columns, features = self.shape[1:]
+        block = math.lcm(*(one.block for one in self.stored))
+        step = max(1, PIECE_ELEMENTS // (block * features)) * block
+        for start in range(0, columns, step):
+            stop = min(start + step, columns)
+            some: list[Tensor] = []
+            for one, data in zip(self.stored, packed, strict=True):
+                entries = slice(start // one.block * one.size, stop // one.block * one.size)
+                some.append(torch.from_numpy(one.decode(data[:, entries])))
+            yield torch.stack(some, 1).flatten(0, 1).t()
 
 
 @dataclass(frozen=True)
@@ -110,6 +179,28 @@ class GgufFile:
 
 
 @dataclass(frozen=True)
+class GgufContents:
+    """What the facts about an architecture are read from.
+
+    Attributes:
+        values: The keys of the header, those of the architecture without its name.
+        tensors: The names of the tensors.
+    """
+
+    values: Mapping[str, Any]
+    tensors: frozenset[str]
+
+    def number(self, key: str, default: int = 0) -> int:
+        value = self.values.get(key)
+        return value if type(value) is int else default
+
+    def array(self, key: str) -> tuple[Any, ...]:
+        """Returns an array of a few numbers; an empty one if there is none."""
+        value = self.values.get(key)
+        return cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
+
+
+@dataclass(frozen=True)
 class GgufArchitecture:
     """How GGUF spells the models of a family.
 
@@ -117,13 +208,23 @@ class GgufArchitecture:
         name: Its `general.architecture`.
         model_type: The family's name in `config.json`.
         class_name: The class of transformers whose weights it holds.
-        names: Name of a tensor without its kind -> Hugging Face's; {i} is the number of the block.
+        names: Name of a tensor, with or without its kind -> Hugging Face's; {i} is the number of
+            the block. If there is an {e}, the tensor holds the matrices of all experts, and {e} is
+            the number of one.
         keys: Key of the header behind the architecture's name -> key of `config.json`.
         rotates_neighbors: Whether rows of queries and keys are permuted.
         transposed: Tensors whose matrix is stored transposed.
+        single_rows: Tensors of one row that are stored without this dimension.
+        alternating: Hugging Face's name of a tensor of all experts -> the one or two tensors whose
+            features it has in turn, and whose matrices are stored transposed.
+        norm_offset: What is added to the weights of norms.
         is_rotary: Whether the model has rotary positions.
+        rope_constants: Keys of a scaled rotation that the header does not tell.
         constants: Keys of `config.json` that the header does not tell.
         flags: Key of `config.json` -> the tensor of Hugging Face whose presence it tells.
+        find_keys: Returns further keys of `config.json`.
+        is_meant: Whether a file of this name has this family; where several families have one name,
+            the first that says so is taken.
     """
 
     name: str
@@ -133,9 +234,15 @@ class GgufArchitecture:
     keys: Mapping[str, str]
     rotates_neighbors: bool = False
     transposed: tuple[str, ...] = ()
+    single_rows: tuple[str, ...] = ()
+    alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
+    norm_offset: float = 0.0
     is_rotary: bool = True
+    rope_constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    find_keys: Callable[[GgufContents], Mapping[str, Any]] | None = None
+    is_meant: Callable[[GgufContents], bool] | None = None
 
 
 _TOKENS = {
@@ -153,12 +260,12 @@ _LLAMA3 = {
 }
 
 
-def open_gguf(path: Path, architectures: Mapping[str, GgufArchitecture]) -> GgufFile:
+def open_gguf(path: Path, architectures: Sequence[GgufArchitecture]) -> GgufFile:
     """Reads the header of a GGUF file.
 
     Args:
         path: The file.
-        architectures: Those that are read, by their `general.architecture`.
+        architectures: Those that are read.
 
     Raises:
         ValueError: The file is damaged, has a part that is not known here, or the `gguf` package is
@@ -179,13 +286,20 @@ def open_gguf(path: Path, architectures: Mapping[str, GgufArchitecture]) -> Gguf
         raise ValueError(f"{path} is damaged, or no GGUF file: {reason}") from None
 
     name = header.values.get("general.architecture")
-    architecture = architectures.get(name) if isinstance(name, str) else None
-    if architecture is None:
-        raise ValueError(
-            f"{path} has a model of the architecture {describe(name)}; those that are read are "
-            f"{', '.join(architectures)}"
-        )
-    return _Reading(path, architecture.name, architecture, header.values, header.tensors).read()
+    contents = GgufContents(
+        {key.removeprefix(f"{name}."): value for key, value in header.values.items()},
+        frozenset(tensor.name for tensor in header.tensors),
+    )
+    # Those that must be meant come first.
+    for architecture in sorted(architectures, key=lambda one: one.is_meant is None):
+        if architecture.name == name and (
+            architecture.is_meant is None or architecture.is_meant(contents)
+        ):
+            return _Reading(path, architecture.name, architecture, contents, header.tensors).read()
+    known = ", ".join(sorted({architecture.name for architecture in architectures}))
+    raise ValueError(
+        f"{path} has a model of the architecture {describe(name)}; those that are read are {known}"
+    )
 
 
 @dataclass(frozen=True)
@@ -195,11 +309,16 @@ class _Reading:
     path: Path
     prefix: str
     architecture: GgufArchitecture
-    values: Mapping[str, Any]
+    contents: GgufContents
     tensors: Sequence[GgufTensor]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self.contents.values
 
     def read(self) -> GgufFile:
         weights: dict[str, QuantizedWeight] = {}
+        alternating: dict[str, dict[str, GgufTensor]] = {}
         factors: dict[str, Tensor] = {}
         described: list[str] = []
         for tensor in self.tensors:
@@ -208,43 +327,108 @@ class _Reading:
             if stem in _FACTORS:
                 factors[stem] = self._decode(tensor)
                 continue
-            weight = self._find_weight(tensor, stem, kind)
-            if weight.name in weights:
-                raise ValueError(f"{self.path} has the tensor {tensor.name} twice")
-            weights[weight.name] = weight
+            key, block = self._find_key(tensor, stem)
+            whole = self._find_alternating(f"{key}.{kind}")
+            if whole is not None:
+                alternating.setdefault(whole.replace("{i}", block), {})[f"{key}.{kind}"] = tensor
+                continue
+            for weight in self._find_weights(tensor, key, block, kind):
+                if weight.name in weights:
+                    raise ValueError(f"{self.path} has the tensor {tensor.name} twice")
+                weights[weight.name] = weight
+        for name, parts in alternating.items():
+            weights[name] = self._join_experts(name, parts)
         config = self._read_config(weights, factors)
         state = self.path.stat()
         identity = f"{self.path.name} {state.st_size} {state.st_mtime_ns} {described} {config}"
         return GgufFile(QuantizedFolder(weights, {}), config, identity)
 
-    def _find_weight(self, tensor: GgufTensor, stem: str, kind: str) -> GgufWeight:
+    def _find_key(self, tensor: GgufTensor, stem: str) -> tuple[str, str]:
+        """Returns a tensor's name without its block and kind, and the number of the block."""
         block = _BLOCK.fullmatch(stem)
-        key = stem if block is None else block[1] + block[3]
-        own = self.architecture.names.get(key)
+        if block is None:
+            return stem, ""
+        if int(block[2]) >= _MOST_LAYERS:
+            raise ValueError(f"{self.path} has the tensor {tensor.name} of too many layers")
+        return block[1] + block[3], str(int(block[2]))
+
+    def _find_alternating(self, key: str) -> str | None:
+        for whole, parts in self.architecture.alternating.items():
+            if key in parts:
+                return whole
+        return None
+
+    def _find_weights(
+        self, tensor: GgufTensor, key: str, block: str, kind: str
+    ) -> Iterator[GgufWeight]:
+        """Yields what a tensor is in Hugging Face's folders: one weight, or one of each expert."""
+        names = self.architecture.names
+        own = names.get(f"{key}.{kind}") or (f"{names[key]}.{kind}" if key in names else None)
         if own is None or kind not in ("weight", "bias"):
             raise ValueError(
                 f"{self.path} has the tensor {tensor.name}, which no {self.prefix} that is read has"
             )
-        if block is not None:
-            if int(block[2]) >= _MOST_LAYERS:
-                raise ValueError(f"{self.path} has the tensor {tensor.name} of too many layers")
-            own = own.replace("{i}", str(int(block[2])))
+        own = own.replace("{i}", block)
+        if "{e}" not in own:
+            yield self._find_weight(tensor, own, key, kind)
+            return
+        if len(tensor.shape) != 3:
+            raise ValueError(f"{self.path}: {tensor.name} must have the matrices of all experts")
+        for expert in range(tensor.shape[0]):
+            part = replace(tensor, shape=tensor.shape[1:], rows=tensor.rows.part(expert))
+            yield self._find_weight(part, own.replace("{e}", str(expert)), key, kind)
+
+    def _find_weight(self, tensor: GgufTensor, own: str, key: str, kind: str) -> GgufWeight:
+        architecture = self.architecture
         shape = tensor.shape
-        transposed = key in self.architecture.transposed and kind == "weight"
+        rows = tensor.rows
+        if key in architecture.single_rows and len(shape) == 1:
+            shape = (1, *shape)
+            rows = replace(rows, shape=(1, *rows.shape))
+        transposed = key in architecture.transposed and kind == "weight"
         order = None
-        if self.architecture.rotates_neighbors and key in ("blk.attn_q", "blk.attn_k"):
+        if architecture.rotates_neighbors and key in ("blk.attn_q", "blk.attn_k"):
             count = "head_count" if key.endswith("_q") else "head_count_kv"
             order = self._order_rows(shape[0], count)
         return GgufWeight(
-            name=f"{own}.{kind}",
+            name=own,
             shape=shape[::-1] if transposed else shape,
             parts={},
             settings={},
-            rows=tensor.rows,
+            rows=rows,
             decode=self._find_decoder(tensor),
             order=order,
             transposed=transposed,
+            offset=architecture.norm_offset if own.endswith("norm.weight") else 0.0,
         )
+
+    def _join_experts(self, name: str, found: Mapping[str, GgufTensor]) -> GgufExperts:
+        """Returns the tensor of all experts of a layer, whose features are those of one or two in turn."""
+        wanted = self._find_alternating(next(iter(found)))
+        parts: list[GgufTensor] = []
+        for key in self.architecture.alternating[wanted or name]:
+            if key not in found:
+                raise ValueError(f"{self.path} has no tensor for {key} of {name}")
+            parts.append(found[key])
+        shape = parts[0].shape
+        if len(shape) not in (2, 3) or any(part.shape != shape for part in parts):
+            raise ValueError(f"{self.path}: the tensors of {name} have different shapes")
+        features = len(parts) * shape[1]
+        return GgufExperts(
+            name=name,
+            shape=(shape[0], features) if len(shape) == 2 else (shape[0], shape[2], features),
+            parts={},
+            settings={},
+            stored=tuple(self._find_matrices(part) for part in parts),
+        )
+
+    def _find_matrices(self, tensor: GgufTensor) -> StoredMatrices:
+        block, size = 1, 1
+        if tensor.rows.shape[-1] != tensor.shape[-1]:
+            from gguf import GGML_QUANT_SIZES
+
+            block, size = GGML_QUANT_SIZES[tensor.kind]
+        return StoredMatrices(tensor.rows, self._find_decoder(tensor), block, size)
 
     def _find_decoder(self, tensor: GgufTensor) -> Callable[[Any], Any]:
         from gguf.quants import dequantize
@@ -278,7 +462,7 @@ class _Reading:
         return numbers.transpose(1, 2).reshape(-1)
 
     def _read_number(self, key: str) -> int | None:
-        value = self.values.get(f"{self.prefix}.{key}")
+        value = self.values.get(key)
         return value if type(value) is int else None
 
     def _read_config(
@@ -291,7 +475,7 @@ class _Reading:
             **architecture.constants,
         }
         for key, own in architecture.keys.items():
-            value = self.values.get(f"{self.prefix}.{key}")
+            value = self.values.get(key)
             if value is None:
                 continue
             if type(value) not in (int, float):
@@ -315,17 +499,19 @@ class _Reading:
             self._read_rope(config, factors)
         elif factors:
             raise ValueError(f"{self.path} scales rotary positions, but {self.prefix} has none")
+        if architecture.find_keys is not None:
+            config.update(architecture.find_keys(self.contents))
         return config
 
     def _read_rope(self, config: dict[str, Any], factors: Mapping[str, Tensor]) -> None:
         """Adds the keys of the rotation to a configuration."""
-        theta = self.values.get(f"{self.prefix}.rope.freq_base", 10000.0)
+        theta = self.values.get("rope.freq_base", 10000.0)
         if type(theta) not in (int, float):
             raise ValueError(f"{self.path}: rope.freq_base={describe(theta)} must be a number")
         theta = float(f"{theta:.7g}")
         config["rope_theta"] = theta
-        kind = self.values.get(f"{self.prefix}.rope.scaling.type", "none")
-        factor = self.values.get(f"{self.prefix}.rope.scaling.factor")
+        kind = self.values.get("rope.scaling.type", "none")
+        factor = self.values.get("rope.scaling.factor")
         original = self._read_number("rope.scaling.original_context_length")
         if "rope_freqs" in factors:
             config["rope_scaling"] = self._find_llama3(theta, factors["rope_freqs"])
@@ -349,7 +535,11 @@ class _Reading:
                 f"{self.path} scales the rotation by {describe(kind)} and {describe(factor)}; name "
                 "the model's config.json by --config"
             )
-        config["rope_scaling"] = {"rope_type": kind, "factor": factor}
+        config["rope_scaling"] = {
+            "rope_type": kind,
+            "factor": factor,
+            **self.architecture.rope_constants,
+        }
         if kind == "yarn" and original is not None:
             config["rope_scaling"]["original_max_position_embeddings"] = original
 

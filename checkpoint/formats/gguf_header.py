@@ -2,7 +2,7 @@
 
 The `gguf` package maps the whole file and keeps an object for each token of the vocabulary, which
 takes hundreds of megabytes. Here the file is read once from its beginning to its first tensor, and of
-arrays, such as the tokens, only the length is kept. After the description of the format,
+long arrays and of texts, such as the tokens, only the length is kept. After the description of the format,
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
@@ -27,6 +27,7 @@ _ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 20
 _MOST_DIMENSIONS = 4
+_MOST_KEPT = 1024  # numbers of an array, such as one for each layer
 _STRING = 8
 _ARRAY = 9
 # Number of a type of value -> its format for `struct`.
@@ -63,6 +64,12 @@ class StoredRows:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def part(self, number: int) -> StoredRows:
+        """Returns the rows of one of the matrices of a tensor of three dimensions."""
+        shape = self.shape[1:]
+        offset = self.offset + number * prod(shape) * self.dtype.itemsize
+        return StoredRows(self.path, offset, self.dtype, shape)
+
     def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Returns rows [start, stop). Raises ValueError if the file ends before."""
         width = prod(self.shape[1:])
@@ -97,7 +104,7 @@ class GgufHeader:
     """The header of a GGUF file.
 
     Attributes:
-        values: Key -> its value; of an array, a text with its length.
+        values: Key -> its value; of an array a tuple, or a text with its length.
         tensors: The tensors in the order of the file.
     """
 
@@ -218,7 +225,7 @@ class _HeaderReader:
         return self.take(self.read_number("Q")).decode("utf-8")
 
     def read_value(self, kind: int) -> Any:
-        """Returns a value, or of an array a text with its length."""
+        """Returns a value; of an array of a few numbers a tuple, of others a text with the length."""
         if kind in _SCALARS:
             return self.read_number(_SCALARS[kind])
         if kind == _STRING:
@@ -227,6 +234,8 @@ class _HeaderReader:
             raise ValueError(f"it has a value of the type {kind}, which the format does not have")
         inner = self.read_number("I")
         count = self.read_number("Q")
+        if inner in _SCALARS and count <= _MOST_KEPT:
+            return tuple(self.read_number(_SCALARS[inner]) for _ in range(count))
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[inner]}"))
         elif inner == _STRING:

@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..llama.hf import NAME_MAP
 from ..llama.memory import activations
 from .config import GemmaConfig
+from .gguf import GGUF
 from .model import (
     GemmaForCausalLM,
     GemmaForSequenceClassification,
@@ -24,6 +25,7 @@ FAMILY = Family(
     pretrains={"causal": "GemmaForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "GemmaForCausalLM", "text2text-generation": "GemmaForCausalLM"},
 )
 

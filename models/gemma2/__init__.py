@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from ..llama.memory import activations
 from .config import Gemma2Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import (
     Gemma2ForCausalLM,
@@ -27,6 +28,7 @@ FAMILY = Family(
     pretrains={"causal": "Gemma2ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Gemma2ForCausalLM", "text2text-generation": "Gemma2ForCausalLM"},
 )
 

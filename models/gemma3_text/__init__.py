@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..gemma2.hf import NAME_MAP
 from ..llama.memory import activations
 from .config import Gemma3TextConfig
+from .gguf import GGUF
 from .model import Gemma3ForCausalLM, Gemma3TextForSequenceClassification, Gemma3TextModel
 from .presets import PRESETS
 
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "Gemma3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Gemma3ForCausalLM", "text2text-generation": "Gemma3ForCausalLM"},
 )
 

@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from ..llama.memory import activations
 from .config import Glm4Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import (
     Glm4ForCausalLM,
@@ -24,6 +25,7 @@ FAMILY = Family(
     pretrains={"causal": "Glm4ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Glm4ForCausalLM", "text2text-generation": "Glm4ForCausalLM"},
 )
 

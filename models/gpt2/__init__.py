@@ -33,7 +33,7 @@ FAMILY = Family(
     pretrains={"causal": "GPT2LMHeadModel"},
     tokenizer="bpe",
     activations=activations,
-    gguf=GGUF,
+    gguf=[GGUF],
     megatron=MEGATRON,
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )

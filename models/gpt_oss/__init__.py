@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import GptOssConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .memory import activations
 from .model import (
@@ -27,6 +28,7 @@ FAMILY = Family(
     pretrains={"causal": "GptOssForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "GptOssForCausalLM", "text2text-generation": "GptOssForCausalLM"},
 )
 

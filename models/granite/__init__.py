@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..llama.hf import NAME_MAP
 from ..llama.memory import activations
 from .config import GraniteConfig
+from .gguf import GGUF
 from .model import GraniteForCausalLM, GraniteModel
 from .presets import PRESETS
 
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "GraniteForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "GraniteForCausalLM", "text2text-generation": "GraniteForCausalLM"},
 )
 

@@ -31,7 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "LlamaForCausalLM"},
     tokenizer="bpe",
     activations=activations,
-    gguf=GGUF,
+    gguf=[GGUF],
     megatron=megatron(LlamaConfig, windows=False),
     tasks={"text-generation": "LlamaForCausalLM", "text2text-generation": "LlamaForCausalLM"},
 )

@@ -32,19 +32,35 @@ _BLOCK = {
 }
 
 
+# Of models that normalize the outputs of attention and MLP, too.
+SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+}
+
+
 def gguf(
     name: str,
     class_name: str,
     *,
+    model_type: str | None = None,
     keys: Mapping[str, str] | None = None,
     block: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> GgufArchitecture:
-    """Returns the spelling of a family whose `model_type` is also GGUF's name.
+    """Returns the spelling of a family of decoders.
 
     Args:
-        name: The family's name.
+        name: GGUF's name of the family.
         class_name: Its class of transformers with the language-model head.
+        model_type: The family's name, if it is another.
         keys: Further keys of the header; see `GgufArchitecture`.
         block: Tensors of a block that are named in another way.
         facts: Other arguments of `GgufArchitecture`.
@@ -52,7 +68,8 @@ def gguf(
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     for stored, own in {**_BLOCK, **(block or {})}.items():
         names[f"blk.{stored}"] = f"model.layers.{{i}}.{own}"
-    return GgufArchitecture(name, name, class_name, names, {**_SIZES, **(keys or {})}, **facts)
+    sizes = {**_SIZES, **(keys or {})}
+    return GgufArchitecture(name, model_type or name, class_name, names, sizes, **facts)
 
 
 GGUF = gguf(

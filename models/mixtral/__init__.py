@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import MixtralConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .megatron import megatron
 from .memory import activations
@@ -31,6 +32,7 @@ FAMILY = Family(
     pretrains={"causal": "MixtralForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     megatron=megatron(MixtralConfig),
     upcycled={"llama": describe_mixtral, "mistral": describe_mixtral},
     tasks={"text-generation": "MixtralForCausalLM", "text2text-generation": "MixtralForCausalLM"},

@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from ..llama.memory import activations
 from .config import Olmo2Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import Olmo2ForCausalLM, Olmo2ForSequenceClassification, Olmo2Model
 from .presets import PRESETS
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "Olmo2ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Olmo2ForCausalLM", "text2text-generation": "Olmo2ForCausalLM"},
 )
 

@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..llama.memory import activations
 from ..olmo2.hf import NAME_MAP
 from .config import Olmo3Config
+from .gguf import GGUF
 from .model import Olmo3ForCausalLM, Olmo3ForSequenceClassification, Olmo3Model
 from .presets import PRESETS
 
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "Olmo3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Olmo3ForCausalLM", "text2text-generation": "Olmo3ForCausalLM"},
 )
 

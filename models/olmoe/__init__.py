@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from ..mixtral.memory import activations
 from .config import OlmoeConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import OlmoeForCausalLM, OlmoeModel
 from .presets import PRESETS
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "OlmoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "OlmoeForCausalLM", "text2text-generation": "OlmoeForCausalLM"},
 )
 

@@ -25,12 +25,14 @@ FAMILY = Family(
     pretrains={"causal": "Phi3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
-    gguf=gguf(
-        "phi3",
-        "Phi3ForCausalLM",
-        keys={"attention.sliding_window": "sliding_window"},
-        block={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    ),
+    gguf=[
+        gguf(
+            "phi3",
+            "Phi3ForCausalLM",
+            keys={"attention.sliding_window": "sliding_window"},
+            block={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        )
+    ],
     tasks={"text-generation": "Phi3ForCausalLM", "text2text-generation": "Phi3ForCausalLM"},
 )
 

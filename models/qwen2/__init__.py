@@ -34,7 +34,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen2ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
-    gguf=gguf("qwen2", "Qwen2ForCausalLM"),
+    gguf=[gguf("qwen2", "Qwen2ForCausalLM")],
     megatron=megatron(Qwen2Config, bias=True),
     tasks={"text-generation": "Qwen2ForCausalLM", "text2text-generation": "Qwen2ForCausalLM"},
 )

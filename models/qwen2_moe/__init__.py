@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from ..mixtral.memory import activations
 from .config import Qwen2MoeConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import (
     Qwen2MoeForCausalLM,
@@ -29,6 +30,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen2MoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Qwen2MoeForCausalLM", "text2text-generation": "Qwen2MoeForCausalLM"},
 )
 

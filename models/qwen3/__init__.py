@@ -31,7 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
-    gguf=gguf("qwen3", "Qwen3ForCausalLM", keys=HEAD_SIZE),
+    gguf=[gguf("qwen3", "Qwen3ForCausalLM", keys=HEAD_SIZE)],
     megatron=megatron(Qwen3Config, qk_norm=True),
     tasks={"text-generation": "Qwen3ForCausalLM", "text2text-generation": "Qwen3ForCausalLM"},
 )

@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..mixtral.megatron import megatron
 from ..mixtral.memory import activations
 from .config import Qwen3MoeConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .model import (
     Qwen3MoeForCausalLM,
@@ -31,6 +32,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen3MoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     megatron=megatron(Qwen3MoeConfig, qk_norm=True),
     upcycled={"qwen3": describe_qwen3_moe},
     tasks={"text-generation": "Qwen3MoeForCausalLM", "text2text-generation": "Qwen3MoeForCausalLM"},

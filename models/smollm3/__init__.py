@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..llama.hf import NAME_MAP
 from ..llama.memory import activations
 from .config import SmolLM3Config
+from .gguf import GGUF
 from .model import (
     SmolLM3ForCausalLM,
     SmolLM3ForQuestionAnswering,
@@ -29,6 +30,7 @@ FAMILY = Family(
     pretrains={"causal": "SmolLM3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "SmolLM3ForCausalLM", "text2text-generation": "SmolLM3ForCausalLM"},
 )
 

@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import T5Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .megatron import megatron
 from .memory import activations
@@ -32,6 +33,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "T5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
+    gguf=GGUF,
     megatron=megatron(),
     tasks={"text2text-generation": "T5ForConditionalGeneration"},
     tokenizers={"ByT5Tokenizer": "bytes"},

@@ -4,6 +4,7 @@ from ..family import Family, by_name
 from ..t5.hf import name_map
 from ..t5.memory import activations
 from .config import UMT5Config
+from .gguf import GGUF
 from .model import (
     UMT5EncoderModel,
     UMT5ForConditionalGeneration,
@@ -31,6 +32,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
     tokenizer="unigram",
     activations=activations,
+    gguf=GGUF,
     tasks={"text2text-generation": "UMT5ForConditionalGeneration"},
     # The published files have no model_type.
     has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from every_case import by_turns
+from gguf_files import write_gguf
 from parity import randomize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardzoo
 from shardzoo.checkpoint.formats.gguf_file import open_gguf
@@ -27,119 +28,122 @@ SIZES = {
     "rms_norm_eps": 1e-5,
 }  # fmt: skip
 GPT2 = {"vocab_size": 97, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**SIZES, "rope_parameters": {"rope_theta": 5000.0}}),
-    "qwen2": ("Qwen2ForCausalLM", {**SIZES, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 128}),
-    "phi3": ("Phi3ForCausalLM", SIZES),
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-}
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_0", "Q5_K", "Q2_K", "Q3_K")
-
-
-def random_blocks(rows: int, columns: int, kind: Any, seed: int) -> Any:
-    """Rows of a type that the package does not encode: random bits, with scales that are finite."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}
-    generator = torch.Generator().manual_seed(seed)
-    shape = rows, columns // block, size
-    bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    for at in scales[kind.name]:
-        scale = torch.rand(rows, columns // block, 1, generator=generator).half() * 5e-4
-        bits[..., at : at + 2] = scale.view(torch.uint8)
-    return bits.reshape(rows, -1).numpy()
-
-
-def write(folder: Path, name: str, model: Any, edit: Any = None) -> Path:
-    """Writes a model's weights as llama.cpp does, the matrices in the types of `KINDS` in turn."""
-    config = model.config
-    folder.mkdir()
-    path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, name)
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", heads)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(heads)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
-    if name == "gpt2":
-        writer.add_feed_forward_length(4 * config.hidden_size)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    else:
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(groups)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_rope_dimension_count(config.hidden_size // heads)
-    if name == "qwen3":
-        writer.add_key_length(config.head_dim)
-    names = gguf.get_tensor_name_map(
-        {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[name],
-        config.num_hidden_layers,
-    )
-    weights = dict(model.state_dict())
-    if config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    for number, (hf_name, weight) in enumerate(weights.items()):
-        stem, _, kind = hf_name.rpartition(".")
-        stored = names.get_name(stem)
-        assert stored, hf_name
-        if weight.dim() == 2 and name == "gpt2" and ".h." in hf_name:
-            weight = weight.t()
-        if name == "llama" and re.search(r"\.[qk]_proj\.", hf_name):
-            count = heads if ".q_proj" in hf_name else groups
-            halves = weight.view(count, 2, -1, *weight.shape[1:])
-            weight = halves.transpose(1, 2).reshape(weight.shape)
-        values = weight.contiguous().numpy()
-        if weight.dim() == 1:
-            writer.add_tensor(f"{stored}.{kind}", values)
-            continue
-        qtype = gguf.GGMLQuantizationType[KINDS[number % len(KINDS)]]
-        if qtype.name.endswith("_K"):
-            blocks = random_blocks(*weight.shape, qtype, number)
-        else:
-            blocks = gguf.quants.quantize(values, qtype)
-        writer.add_tensor(f"{stored}.{kind}", blocks, raw_dtype=qtype)
-    if edit is not None:
-        edit(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+T5 = {
+    "vocab_size": 97, "d_model": 256, "d_kv": 64, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+    "decoder_start_token_id": 0, "relative_attention_num_buckets": 16,
+}  # fmt: skip
+WINDOWS = {"num_hidden_layers": 6, "sliding_window": 5, "head_dim": 64}
+GEMMA = {**SIZES, **WINDOWS, "query_pre_attn_scalar": 64}
+GATED = {**T5, "feed_forward_proj": "gated-gelu"}
+UNTIED = {**GATED, "tie_word_embeddings": False}
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+# Case -> GGUF's name of the architecture, the class of transformers, its configuration, and whether
+# transformers reads such files, too.
+CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "llama": ("llama", "LlamaForCausalLM", {**SIZES, **THETA}, True),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {**SIZES, "tie_word_embeddings": True}, True),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {**SIZES, "head_dim": 128}, True),
+    "phi3": ("phi3", "Phi3ForCausalLM", SIZES, True),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", GPT2, True),
+    "gemma": ("gemma", "GemmaForCausalLM", {**SIZES, "head_dim": 128}, False),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", GEMMA, False),
+    "gemma3": ("gemma3", "Gemma3ForCausalLM", {**GEMMA, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }}, False),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM", SIZES, False),
+    "olmo3": ("olmo2", "Olmo3ForCausalLM", {
+        **SIZES, "num_hidden_layers": 3, "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }, False),
+    "granite": ("granite", "GraniteForCausalLM", {
+        **SIZES, "embedding_multiplier": 12.0, "attention_multiplier": 0.125, "residual_multiplier": 0.25,
+        "logits_scaling": 8.0, "attention_bias": True,
+    }, False),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM", {**SIZES, "num_hidden_layers": 5}, False),
+    "mixtral": ("llama", "MixtralForCausalLM", {**SIZES, "num_local_experts": 3}, False),
+    "qwen2_moe": ("qwen2moe", "Qwen2MoeForCausalLM", {
+        **SIZES, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 512,
+    }, False),
+    "qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM", {
+        **SIZES, "head_dim": 128, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }, True),
+    "olmoe": ("olmoe", "OlmoeForCausalLM", {**SIZES, "num_experts": 3, "num_experts_per_tok": 2}, False),
+    "gpt_oss": ("gpt-oss", "GptOssForCausalLM", {
+        **SIZES, "head_dim": 64, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5,
+        "max_position_embeddings": 256, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    }, False),
+    "glm4": ("glm4", "Glm4ForCausalLM", {**SIZES, "head_dim": 128, "attention_bias": True}, False),
+    "t5 gated": ("t5", "T5ForConditionalGeneration", UNTIED, False),
+    "t5 plain": ("t5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "relu"}, False),
+    "t5 encoder": ("t5encoder", "T5EncoderModel", GATED, False),
+    "umt5": ("t5", "UMT5ForConditionalGeneration", UNTIED, False),
+    "umt5 encoder": ("t5encoder", "UMT5EncoderModel", GATED, False),
+}  # fmt: skip
 
 
 def make(name: str) -> Any:
-    architecture, changes = CASES[name]
+    _, architecture, changes, _ = CASES[name]
     model_class = getattr(transformers, architecture)
     model = model_class(model_class.config_class(**changes))
+    if changes.get("tie_word_embeddings") is False:
+        # transformers' T5 ties the head in any case.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     randomize(model, 1)
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_and_logits_are_those_of_transformers(name, tmp_path):
-    path = write(tmp_path / "source", name, make(name))
-    model_class = getattr(transformers, CASES[name][0])
-    theirs = model_class.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    theirs.eval()
+def write(folder: Path, name: str, model: Any, edit: Any = None) -> Path:
+    return write_gguf(folder, CASES[name][0], model, edit)[0]
+
+
+def read_expected(name: str, model: Any, expected: dict[str, Any], folder: Path) -> Any:
+    """transformers' model with the numbers of the file, and with the configuration that made it."""
+    model.config.save_pretrained(folder)
+    config = folder / "config.json"
+    tied = not any(key.startswith("lm_head.") for key in expected)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": tied}))
+    save_file(expected, folder / "model.safetensors", {"format": "pt"})
+    model_class = getattr(transformers, CASES[name][1])
+    read = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    if name == "umt5":
+        # transformers 5 scales the input of every UMT5's head, also where the file says that it is untied.
+        read.config.tie_word_embeddings = tied
+    return read
+
+
+@pytest.mark.parametrize("name", by_turns(CASES, 4))
+def test_weights_and_outputs_are_those_of_the_file(name, tmp_path):
+    """The tensors are those of `gguf`'s own functions; the configuration is the one that made the file."""
+    arch, architecture, _, read_by_transformers = CASES[name]
+    model = make(name)
+    path, expected = write_gguf(tmp_path / "source", arch, model)
+    (path.parent / "saved").rename(tmp_path / "saved")
     outcome = merge(path, tmp_path / "hf", Options(dequantize="F32"))
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert outcome.tensors == len(found)
-    expected = theirs.state_dict()
-    assert found.keys() | {"lm_head.weight"} == expected.keys() | {"lm_head.weight"}
+    assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert tensor.equal(expected[key]), key
-    ids = torch.randint(3, 97, (2, 9))
+
+    theirs = read_expected(name, model, expected, tmp_path / "saved")
+    inputs = {"input_ids": torch.randint(3, 97, (2, 9))}
+    if "ForConditionalGeneration" in architecture:
+        inputs["decoder_input_ids"] = torch.randint(3, 97, (2, 7))
     with torch.no_grad():
-        mine = shardzoo.from_pretrained(tmp_path / "hf").eval()(input_ids=ids).logits
-        wanted = theirs(input_ids=ids).logits
+        mine = shardzoo.from_pretrained(tmp_path / "hf").eval()(**inputs)[0]
+        wanted = theirs(**inputs)[0]
     assert ((mine - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    if read_by_transformers:
+        model_class = getattr(transformers, architecture)
+        again = model_class.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        for key, tensor in again.state_dict().items():
+            assert tensor.equal(theirs.state_dict()[key]), key
 
     # A folder that holds the file, rounded to bf16, and split by way of the full weights.
     merge(path.parent, tmp_path / "bf16", Options(dequantize="BF16"))
@@ -213,7 +217,7 @@ def test_one_line_for_what_is_not_read(tmp_path, capsys):
     (tmp_path / "mamba.gguf").write_bytes(content.replace(b"llama", b"mamba"))
     with pytest.raises(
         ValueError,
-        match=r"architecture 'mamba'; those that are read are gpt2, llama, phi3, qwen2, qwen3",
+        match=r"architecture 'mamba'; those that are read are gemma, gemma2, .*, t5, t5encoder",
     ):
         merge(tmp_path / "mamba.gguf", tmp_path / "out", Options(dequantize="F32"))
     path.with_name("second.gguf").write_bytes(content)
