@@ -164,6 +164,40 @@ class GgufExperts(QuantizedWeight):
 
 
 @dataclass(frozen=True)
+class GgufLatent(QuantizedWeight):
+    """The matrix that makes keys and values of a latent vector, [heads · (keys + values), latent].
+
+    Attributes:
+        keys: Its rows for each head's keys, stored as [heads, latent, keys].
+        values: Those for each head's values, stored as [heads, values, latent].
+    """
+
+    method: ClassVar[str] = "GGUF"
+
+    keys: StoredMatrices
+    values: StoredMatrices
+
+    def open(self, reader: TensorReader) -> RowReader:
+        def read_rows(start: int, stop: int) -> Tensor:
+            return torch.cat([self._head(head) for head in range(self.keys.rows.shape[0])])[
+                start:stop
+            ]
+
+        return read_rows
+
+    def pieces(self, reader: TensorReader, dtype: torch.dtype) -> Iterator[Tensor]:
+        for head in range(self.keys.rows.shape[0]):
+            yield self._head(head).to(dtype)
+
+    def _head(self, head: int) -> Tensor:
+        keys, values = (
+            torch.from_numpy(one.decode(one.rows.read(head, head + 1)[0]))
+            for one in (self.keys, self.values)
+        )
+        return torch.cat([keys.t(), values])
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """A GGUF file as a Hugging Face folder would hold it.
 
@@ -217,6 +251,8 @@ class GgufArchitecture:
         single_rows: Tensors of one row that are stored without this dimension.
         alternating: Hugging Face's name of a tensor of all experts -> the one or two tensors whose
             features it has in turn, and whose matrices are stored transposed.
+        latent: Hugging Face's name of the matrix that makes keys and values of a latent vector, if
+            it may be stored as two tensors, `blk.attn_k_b` and `blk.attn_v_b`.
         norm_offset: What is added to the weights of norms.
         is_rotary: Whether the model has rotary positions.
         rope_constants: Keys of a scaled rotation that the header does not tell.
@@ -236,6 +272,7 @@ class GgufArchitecture:
     transposed: tuple[str, ...] = ()
     single_rows: tuple[str, ...] = ()
     alternating: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
+    latent: str | None = None
     norm_offset: float = 0.0
     is_rotary: bool = True
     rope_constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -250,6 +287,7 @@ _TOKENS = {
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
+_LATENT = frozenset({"blk.attn_k_b.weight", "blk.attn_v_b.weight"})
 # Tensors of factors that the rotation is scaled by; they become keys of `config.json`.
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 # Llama 3.1's constants; the file holds only the factors that follow from them.
@@ -318,7 +356,7 @@ class _Reading:
 
     def read(self) -> GgufFile:
         weights: dict[str, QuantizedWeight] = {}
-        alternating: dict[str, dict[str, GgufTensor]] = {}
+        joined: dict[str, dict[str, GgufTensor]] = {}
         factors: dict[str, Tensor] = {}
         described: list[str] = []
         for tensor in self.tensors:
@@ -328,16 +366,20 @@ class _Reading:
                 factors[stem] = self._decode(tensor)
                 continue
             key, block = self._find_key(tensor, stem)
-            whole = self._find_alternating(f"{key}.{kind}")
+            if block and int(block) >= self.layers:
+                continue  # a layer that predicts further tokens
+            whole = self._find_joined(f"{key}.{kind}")
             if whole is not None:
-                alternating.setdefault(whole.replace("{i}", block), {})[f"{key}.{kind}"] = tensor
+                joined.setdefault(whole.replace("{i}", block), {})[f"{key}.{kind}"] = tensor
                 continue
             for weight in self._find_weights(tensor, key, block, kind):
                 if weight.name in weights:
                     raise ValueError(f"{self.path} has the tensor {tensor.name} twice")
                 weights[weight.name] = weight
-        for name, parts in alternating.items():
-            weights[name] = self._join_experts(name, parts)
+        for name, parts in joined.items():
+            is_latent = not _LATENT.isdisjoint(parts)
+            join = self._join_latent if is_latent else self._join_experts
+            weights[name] = join(name, parts)
         config = self._read_config(weights, factors)
         state = self.path.stat()
         identity = f"{self.path.name} {state.st_size} {state.st_mtime_ns} {described} {config}"
@@ -352,7 +394,16 @@ class _Reading:
             raise ValueError(f"{self.path} has the tensor {tensor.name} of too many layers")
         return block[1] + block[3], str(int(block[2]))
 
-    def _find_alternating(self, key: str) -> str | None:
+    @property
+    def layers(self) -> int:
+        """The number of layers, without those behind them that predict further tokens."""
+        layers = max(self.contents.number(key) for key in ("block_count", "decoder_block_count"))
+        return (layers or _MOST_LAYERS) - self.contents.number("nextn_predict_layers")
+
+    def _find_joined(self, key: str) -> str | None:
+        """Returns Hugging Face's name of the tensor that a tensor is a part of."""
+        if self.architecture.latent is not None and key in _LATENT:
+            return self.architecture.latent
         for whole, parts in self.architecture.alternating.items():
             if key in parts:
                 return whole
@@ -404,7 +455,7 @@ class _Reading:
 
     def _join_experts(self, name: str, found: Mapping[str, GgufTensor]) -> GgufExperts:
         """Returns the tensor of all experts of a layer, whose features are those of one or two in turn."""
-        wanted = self._find_alternating(next(iter(found)))
+        wanted = self._find_joined(next(iter(found)))
         parts: list[GgufTensor] = []
         for key in self.architecture.alternating[wanted or name]:
             if key not in found:
@@ -420,6 +471,27 @@ class _Reading:
             parts={},
             settings={},
             stored=tuple(self._find_matrices(part) for part in parts),
+        )
+
+    def _join_latent(self, name: str, found: Mapping[str, GgufTensor]) -> GgufLatent:
+        """Returns the matrix that makes keys and values of a latent vector."""
+        keys, values = (found.get(f"blk.attn_{part}_b.weight") for part in "kv")
+        if keys is None or values is None:
+            raise ValueError(f"{self.path} has only one of the two parts of {name}")
+        if (
+            len(keys.shape) != 3
+            or len(values.shape) != 3
+            or ((keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]))
+        ):
+            raise ValueError(f"{self.path}: the two parts of {name} do not fit one another")
+        heads, latent, rows = keys.shape
+        return GgufLatent(
+            name=name,
+            shape=(heads * (rows + values.shape[1]), latent),
+            parts={},
+            settings={},
+            keys=self._find_matrices(keys),
+            values=self._find_matrices(values),
         )
 
     def _find_matrices(self, tensor: GgufTensor) -> StoredMatrices:
@@ -478,12 +550,14 @@ class _Reading:
             value = self.values.get(key)
             if value is None:
                 continue
-            if type(value) not in (int, float):
+            if type(value) not in (int, float, bool):
                 raise ValueError(
                     f"{self.path}: {self.prefix}.{key}={describe(value)} must be one number"
                 )
             # Numbers are stored in fp32: 1e-05 would become 9.999999747378752e-06.
             config[own] = float(f"{value:.7g}") if type(value) is float else value
+        if self.contents.number("nextn_predict_layers"):
+            config.update(num_hidden_layers=self.layers, num_nextn_predict_layers=0)
         for key, own in _TOKENS.items():
             value = self.values.get(key)
             if type(value) is int:
@@ -542,6 +616,11 @@ class _Reading:
         }
         if kind == "yarn" and original is not None:
             config["rope_scaling"]["original_max_position_embeddings"] = original
+        growth = self.values.get("rope.scaling.yarn_log_multiplier")
+        if kind == "yarn" and type(growth) is float:
+            # llama.cpp stores a tenth of it.
+            scale = float(f"{10 * growth:.6g}")
+            config["rope_scaling"].update(mscale=scale, mscale_all_dim=scale)
 
     def _find_llama3(self, theta: float, factors: Tensor) -> dict[str, Any]:
         """Returns Llama 3.1's scaling, whose divisors of the frequencies are these factors.

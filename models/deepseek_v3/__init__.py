@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import DeepseekV3Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .memory import activations
 from .model import (
@@ -27,6 +28,7 @@ FAMILY = Family(
     pretrains={"causal": "DeepseekV3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={
         "text-generation": "DeepseekV3ForCausalLM",
         "text2text-generation": "DeepseekV3ForCausalLM",

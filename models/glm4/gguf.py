@@ -8,7 +8,7 @@ from ...checkpoint.formats.gguf_file import GgufContents
 from ..llama.gguf import HEAD_SIZE, gguf
 
 
-def _find_keys(contents: GgufContents) -> dict[str, Any]:
+def find_rotated_part(contents: GgufContents) -> dict[str, Any]:
     """Returns the part of a head that is rotated, a half unless the header says otherwise."""
     heads = contents.number("attention.head_count", 1)
     size = contents.number("attention.key_length", contents.number("embedding_length") // heads)
@@ -27,5 +27,5 @@ GGUF = gguf(
         "post_ffw_norm": "post_mlp_layernorm",
     },
     flags={"attention_bias": "model.layers.0.self_attn.q_proj.bias"},
-    find_keys=_find_keys,
+    find_keys=find_rotated_part,
 )

@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import Glm4MoeConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .memory import activations
 from .model import Glm4MoeForCausalLM, Glm4MoeModel
@@ -17,6 +18,7 @@ FAMILY = Family(
     pretrains={"causal": "Glm4MoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=[GGUF],
     tasks={"text-generation": "Glm4MoeForCausalLM", "text2text-generation": "Glm4MoeForCausalLM"},
 )
 

@@ -36,6 +36,10 @@ WINDOWS = {"num_hidden_layers": 6, "sliding_window": 5, "head_dim": 64}
 GEMMA = {**SIZES, **WINDOWS, "query_pre_attn_scalar": 64}
 GATED = {**T5, "feed_forward_proj": "gated-gelu"}
 UNTIED = {**GATED, "tie_word_embeddings": False}
+CORRECTED = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "routed_scaling_factor": 1.75,
+}  # fmt: skip
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 # Case -> GGUF's name of the architecture, the class of transformers, its configuration, and whether
 # transformers reads such files, too.
@@ -76,6 +80,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
         "max_position_embeddings": 256, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64,
             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    }, False),
+    "glm4_moe": ("glm4moe", "Glm4MoeForCausalLM", {
+        **SIZES, **CORRECTED, "head_dim": 128, "attention_bias": True, "use_qk_norm": True,
+    }, False),
+    "deepseek_v3": ("deepseek2", "DeepseekV3ForCausalLM", {
+        **SIZES, **CORRECTED, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32, "v_head_dim": 64, "n_group": 2, "topk_group": 1, "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 0.8, "mscale_all_dim": 0.8,
         },
     }, False),
     "glm4": ("glm4", "Glm4ForCausalLM", {**SIZES, "head_dim": 128, "attention_bias": True}, False),
@@ -192,6 +207,19 @@ def test_scaled_rotations(tmp_path):
         open_gguf(path, list_gguf())
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    def add_last_layer(writer: Any) -> None:
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.1.nextn.eh_proj.weight", torch.zeros(256, 512).numpy())
+
+    path = write(tmp_path / "source", "glm4_moe", make("glm4_moe"), add_last_layer)
+    file = open_gguf(path, list_gguf())
+    assert file.config["num_hidden_layers"] == 1
+    assert not [name for name in file.found.weights if ".layers.1." in name]
+    merge(path, tmp_path / "hf", Options(dequantize="BF16"))
+    assert shardzoo.from_pretrained(tmp_path / "hf").config.num_hidden_layers == 1
+
+
 def test_one_line_for_what_is_not_read(tmp_path, capsys):
     path = write(tmp_path / "source", "llama", make("llama"))
     for place in (path, path.parent):
@@ -217,7 +245,7 @@ def test_one_line_for_what_is_not_read(tmp_path, capsys):
     (tmp_path / "mamba.gguf").write_bytes(content.replace(b"llama", b"mamba"))
     with pytest.raises(
         ValueError,
-        match=r"architecture 'mamba'; those that are read are gemma, gemma2, .*, t5, t5encoder",
+        match=r"architecture 'mamba'; those that are read are deepseek2, gemma, .*, t5, t5encoder",
     ):
         merge(tmp_path / "mamba.gguf", tmp_path / "out", Options(dequantize="F32"))
     path.with_name("second.gguf").write_bytes(content)

@@ -93,10 +93,17 @@ def store_tensors(arch: str, model: Any, state: dict[str, Tensor]) -> Iterator[S
         if arch == "gpt-oss" and ".experts." in name:
             yield from _store_gpt_oss(names, name, tensor)
             continue
+        if arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+            yield from _store_latent(names, name, tensor, config)
+            continue
         stem, _, kind = name.rpartition(".")
         if name.endswith(".sinks"):
             stem, kind = name, "weight"
-        stored = names.get_name(stem)
+        if name.endswith("e_score_correction_bias"):
+            kind = "bias"
+            stored = f"blk.{name.split('.')[2]}.exp_probs_b"
+        else:
+            stored = names.get_name(stem)
         assert stored, name
         forward, back = _find_changes(arch, config, name, tensor)
         yield (
@@ -134,6 +141,27 @@ def _store_gpt_oss(names: Any, name: str, tensor: Tensor) -> Iterator[Stored]:
             f"{stored}.{kind}",
             tensor[:, half::2].contiguous(),
             lambda read, half=half: join(read, half),
+        )
+
+
+def _store_latent(names: Any, name: str, tensor: Tensor, config: Any) -> Iterator[Stored]:
+    """Yields the two parts of the matrix that makes keys, which are transposed, and values."""
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = tensor.view(config.num_attention_heads, sum(sizes), -1).split(sizes, 1)
+    found: list[Tensor] = []
+
+    def join(read: Tensor) -> dict[str, Tensor]:
+        found.append(read)
+        if len(found) < 2:
+            return {}
+        return {name: torch.cat([found[0].transpose(1, 2), found[1]], 1).flatten(0, 1)}
+
+    stem = name.removesuffix(".weight")
+    for part, matrices in (("k_b_proj", keys.transpose(1, 2)), ("v_b_proj", values)):
+        yield (
+            f"{names.get_name(stem.replace('kv_b_proj', part))}.weight",
+            matrices.contiguous(),
+            join,
         )
 
 
@@ -177,7 +205,8 @@ def add_header(writer: Any, arch: str, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    # Latent attention is that of one head of keys and values.
+    writer.add_head_count_kv(1 if arch == "deepseek2" else config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -214,7 +243,9 @@ def _add_further_keys(writer: Any, arch: str, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    if arch in ("deepseek2", "glm4moe"):
+        _add_corrected_keys(writer, arch, config)
+    elif experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         inner = getattr(config, "moe_intermediate_size", None)
@@ -222,6 +253,30 @@ def _add_further_keys(writer: Any, arch: str, config: Any) -> None:
             writer.add_expert_feed_forward_length(inner or config.intermediate_size)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_corrected_keys(writer: Any, arch: str, config: Any) -> None:
+    """Adds the keys of mixtures whose routers have corrections."""
+    import gguf
+
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+    if arch == "deepseek2":
+        writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        rope = config.rope_parameters
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _add_t5_header(writer: Any, config: Any) -> None:
@@ -268,8 +323,10 @@ def write_gguf(
             writer.add_tensor(name, tensor.numpy())
             expected |= read_back(tensor)
             continue
-        kind = gguf.GGMLQuantizationType[KINDS[number % len(KINDS)]]
         flat = tensor.flatten(0, -2)
+        kinds = [gguf.GGMLQuantizationType[kind] for kind in KINDS]
+        kinds = [kind for kind in kinds if flat.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0]
+        kind = kinds[number % len(kinds)]
         if kind.name.endswith("_K") or kind.name == "MXFP4":
             blocks = random_blocks(*flat.shape, kind, number)
         else:
