@@ -143,7 +143,8 @@ def name_options(message: str, names: Iterable[str]) -> str:
     A message about a file of settings stays as it is.
 
     Args:
-        names: The command's arguments. One of a single word is found only before a `=`.
+        names: The command's arguments. One of a single word is found before a `=`, and as the
+            subject of a message that says what it must be.
     """
     known = set(names)
     if not known or KEYED_FILE.search(message):
@@ -163,5 +164,9 @@ def name_options(message: str, names: Iterable[str]) -> str:
     spelled = re.sub(
         r"(?<![\w./'\"{-])([a-z]\w*)(?:=('[^']*'|[\w.+-]*\w))?(?![\w'\"(/}]|\.\w)", spell, message
     )
+    # A message that begins with a name of one word is about that argument.
+    subject = re.match(r"([a-z]+)(?= must (?:be|not)\b)", spelled)
+    if subject is not None and subject[0] in known:
+        spelled = f"--{spelled}"
     # What was said for Python too, as in `--overwrite (overwrite=True)`.
     return re.sub(r"(--[\w-]+) \(\1\)", r"\1", spelled)

@@ -11,6 +11,8 @@ from ..text.records import check_text
 
 Pair = tuple[str, str]
 Record = TypeVar("Record")
+DEFAULT_KEYS = ("s", "t")
+"""Keys of the source and the target, unless others are named."""
 
 
 def load_pairs(
@@ -84,7 +86,10 @@ def read_fields(record: Any, *keys: str) -> list[Any]:
     for key in keys:
         if key not in values:
             named = ", ".join(map(repr, list(values)[:8])) or "none"
-            raise ValueError(f"no key {key!r}; the keys are {named}")
+            message = f"no key {key!r}; the keys are {named}"
+            if key in DEFAULT_KEYS:
+                message += "; source_id and target_id name those of the source and the target"
+            raise ValueError(message)
     return [values[key] for key in keys]
 
 

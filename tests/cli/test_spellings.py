@@ -252,6 +252,8 @@ def test_a_message_spells_arguments_as_options():
             "use it (--overwrite), or --overwrite",
         ),
         ("do_sample=False; do_sampled", "--no-do-sample; do_sampled"),
+        ("seed must be 0 or more, not -1", "--seed must be 0 or more, not -1"),
+        ("model must be trained", None),
         (
             "target_modules 'x' match nothing; name it in modules_to_save",
             "--lora-target-modules 'x' match nothing; name it in modules_to_save",

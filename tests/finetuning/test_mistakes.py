@@ -100,7 +100,12 @@ def test_a_name_is_fetched(monkeypatch, checkpoints):
 
 
 FILES = [
-    ("t5", "other.json", {}, "record 1: no key 's'; the keys are 'en', 'ro'"),
+    (
+        "t5",
+        "other.json",
+        {},
+        "record 1: no key 's'; the keys are 'en', 'ro'; source_id and target_id name",
+    ),
     ("gpt2", "other.json", {}, "record 1: no key 's'; the keys are 'en', 'ro'"),
     ("t5", "pairs.json", {"target_id": "x"}, "record 1: no key 'x'; the keys are 's', 't'"),
     ("t5", "empty.json", {}, "empty.json holds no records"),
