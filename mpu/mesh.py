@@ -176,7 +176,7 @@ class ParallelMesh:
             )
         except ValueError as error:
             if self.world_size > 1:
-                _print_once(error, self.rank)
+                print_once(error, self.rank)
             raise
         grid = torch.arange(self.world_size).view(*self.sizes.values())
         coordinates = (grid == self.rank).nonzero()[0]
@@ -433,7 +433,7 @@ def tp_size(mesh: ParallelMesh | None) -> int:
 _alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
-def _print_once(error: ValueError, rank: int) -> None:
+def print_once(error: ValueError, rank: int) -> None:
     """Makes an error that all ranks raise end their script with one line of the first rank, instead
     of a traceback of each.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +21,7 @@ from ..files.verbosity import is_quiet
 from ..files.working_copies import name_urls
 from ..mpu import ParallelMesh, dropout_state, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
+from ..mpu.mesh import print_once
 from ..ops.device import computes_on_host, has_tf32
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
@@ -173,7 +175,9 @@ class Trainer:
         loads_own = load_dir is not None and self.run_folder.owns(Path(load_dir))
         step = self.run_folder.latest_step()
         if step is not None and not (arguments.resume or arguments.overwrite or loads_own):
-            raise ValueError(explain_other_run(self.run_folder, step))
+            error = ValueError(explain_other_run(self.run_folder, step))
+            print_once(error, int(os.environ.get("RANK", "0")))
+            raise error
 
     def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
         """Runs one forward pass on a batch on this rank's device.

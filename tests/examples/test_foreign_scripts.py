@@ -2053,6 +2053,16 @@ def test_a_second_run_is_refused_before_anything_is_loaded(tmp_path):
         ValueError, match=r"saved at step 4; resume it .* overwrite=True, or choose"
     ):
         Trainer(**again)
+    script = tmp_path / "script.py"
+    script.write_text(f"from shardzoo.trainer import Trainer\n\nTrainer(**{again})\n")
+    ran = subprocess.run(
+        ["python", str(script)], env=warm_environment(), capture_output=True, text=True, timeout=280
+    )
+    assert ran.returncode == 1
+    assert [line for line in ran.stderr.splitlines() if "torchao" not in line][-1].startswith(
+        "error: "
+    )
+    assert "Traceback" not in ran.stderr
     Trainer(**again, overwrite=True)
     Trainer(**again, resume=True)
     Trainer(experiment_name="t5", save_dir=str(tmp_path))  # It may only evaluate.
