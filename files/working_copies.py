@@ -420,6 +420,17 @@ def is_copy(path: Path) -> bool:
     return WorkingCopy.find(path) is not None
 
 
+def fetch_whole(path: Path) -> Path:
+    """Returns a path, whose files have all their bytes on this machine, if it is a local copy of a URL.
+
+    Programs that do not read by ranges need them.
+    """
+    copy = WorkingCopy.find(path)
+    if copy is not None:
+        find_source(copy.url, ranged=())
+    return path
+
+
 def find_stand_in(path: Path) -> RangedFile | None:
     """Returns the object whose stand-in a path is, or None for a file with bytes of its own."""
     copy = WorkingCopy.find(path)

@@ -16,6 +16,7 @@ from ..checkpoint.folder_files import CONFIG, refuse_run_folder
 from ..checkpoint.hub import find_folder
 from ..checkpoint.manifest import MANIFEST
 from ..files.strict_json import read_folder_json
+from ..files.working_copies import fetch_whole
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
@@ -292,7 +293,7 @@ def _load_transformers(
         torch.manual_seed(arguments.seed)
         try:
             model: Any = getattr(transformers, name).from_pretrained(
-                source.folder,
+                fetch_whole(source.folder),
                 local_files_only=True,
                 ignore_mismatched_sizes=bool(head),
                 **{**rates, **head},

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.hub import find_model
+from ..files.working_copies import fetch_whole
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.lora import add_lora, attach_factors, import_peft, load_adapter, lora_config
@@ -100,7 +101,7 @@ def take_adapter(model: Any, folder: str | Path) -> None:
         load_adapter(model, folder)
         return
     import_peft()
-    model.load_adapter(str(folder), is_trainable=True)
+    model.load_adapter(str(fetch_whole(folder)), is_trainable=True)
 
 
 def apply_lora(model: Any, arguments: TrainingArguments) -> None:

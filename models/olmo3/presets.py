@@ -1,7 +1,8 @@
-"""Lists the released sizes of OLMo 3 under Hugging Face's names.
+"""Lists the released sizes of OLMo 3 under Hugging Face's names: 7 and 32 billion parameters.
 
-They are those of `config.json` of published models with the weights' shapes of allenai's: of quantized
-ones of 7 and 32 billion parameters. The 32 billion have the heads of allenai/OLMo-2-0325-32B.
+They are read from `config.json` of quantized copies of allenai/Olmo-3-1025-7B and Olmo-3-1125-32B, and fit
+the shapes of allenai's weights, which do not tell how many heads there are: the 40 and 8 of the larger one
+are also those of allenai/OLMo-2-0325-32B.
 """
 
 from __future__ import annotations

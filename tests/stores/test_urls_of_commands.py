@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -251,9 +252,30 @@ def test_a_stored_model_makes_the_round_trip(memory_bucket, gpt2_folder, capsys)
 
 @needs_s3
 @pytest.mark.before_release
-def test_stored_models_have_the_logits_of_transformers(s3_bucket, gpt2_folder, capsys):
-    merge(gpt2_folder, f"{s3_bucket}/hf")
-    split(gpt2_folder, f"{s3_bucket}/split", 2)
+def test_stored_models_have_the_logits_of_transformers(s3_bucket, workplace, capsys):
+    merge(workplace / "MODEL", f"{s3_bucket}/hf")
+    split(workplace / "MODEL", f"{s3_bucket}/split", 2)
     for name in ("hf", "split"):
         assert main(["convert", "verify", f"{s3_bucket}/{name}", "--logits"]) == 0
         assert "largest difference of native TP=2 from transformers'" in capsys.readouterr().out
+
+
+def test_transformers_trains_a_stored_model(
+    memory_bucket, workplace, monkeypatch, tmp_path, capsys
+):
+    """It reads whole files, of which the zoo reads ranges."""
+    monkeypatch.chdir(tmp_path)
+    merge(workplace / "MODEL", f"{memory_bucket}/hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        write_object(f"{memory_bucket}/hf/{name}", (workplace / "MODEL" / name).read_bytes())
+    losses = []
+    for model in (workplace / "MODEL", f"{memory_bucket}/hf"):
+        words = f"finetune --model {model} --task text2text-generation --train-file {workplace / 'TEXT.jsonl'} "
+        words += "--source-id source --target-id target --max-source-length 8 --max-target-length 8 --no-native "
+        words += f"--train-steps 2 --micro-batch-size 2 --output-dir {tmp_path / str(len(losses))}"
+        assert main(shlex.split(words)) == 0
+        text = (tmp_path / str(len(losses)) / "metrics.jsonl").read_text()
+        losses.append([json.loads(line).get("train/loss") for line in text.splitlines()])
+    assert losses[0] == losses[1]
+    assert losses[0][0] is not None
+    capsys.readouterr()
