@@ -375,6 +375,26 @@ def test_page(page, workplace, run_ranks, monkeypatch):
                     run_command(command, workplace, run_ranks)
 
 
+@pytest.mark.before_release
+def test_a_run_that_needs_eight_gpus_can_be_planned(workplace):
+    """The commands of the blocks `# needs 8 GPUs`, up to the start of their processes."""
+    Path("recipes").symlink_to(ROOT / "recipes")
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "text"):
+            if block.text.startswith("# needs 8 GPUs"):
+                found += block.commands()
+    assert len(found) >= 6
+    for command in found:
+        words = shlex.split(re.sub(r".*pretrain(\.py)?(?= )", "pretrain", command))
+        assert words[0] == "pretrain", command
+        if "--data" in words:  # The page makes it.
+            words[words.index("--data") + 1] = "corpus.jsonl"
+        if "nproc-per-node 8" in command:
+            words.append("num_gpus=8")
+        assert run_here([*words, "--dry-run"], workplace) == 0, command
+
+
 def pretrain_here(words: list[str], folder: Path) -> int:
     """Exit code of `pretrain.py` in this process, one of the ranks, with the short configuration."""
     os.chdir(folder)
