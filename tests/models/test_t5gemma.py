@@ -67,7 +67,9 @@ def write_whole(folder) -> dict[str, torch.Tensor]:
     theirs.save_pretrained(folder)
     ids = torch.randint(5, 97, (2, 9), generator=torch.Generator().manual_seed(0))
     ids[1, 5:] = 0
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    mask = (ids != 0).long()
+    mask[0, :3] = 0  # tokens that are no padding
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def test_the_encoder_of_a_whole_model_classifies(tmp_path):

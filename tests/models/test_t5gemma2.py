@@ -168,17 +168,19 @@ def test_a_configuration_that_is_none_says_why(changes, message):
 @pytest.mark.parametrize("model_type", ["t5gemma", "t5gemma2"])
 def test_other_ids_of_tokens_are_those_of_both_stacks(model_type, tmp_path):
     """A new model has those of its tokenizer. transformers reads the decoder's alone."""
-    ids = {"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": 7, "decoder_start_token_id": 8}
+    ids = {"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": 7, "decoder_start_token_id": 4}
     values = tiny(model_type, 0.0)
     if model_type == "t5gemma2":
         values["encoder"] = {**values["encoder"], "vision_config": VISION, "mm_tokens_per_image": 4}
     config = config_from_dict(values).with_changes(**ids)
     assert config.encoder.pad_token_id == config.decoder.pad_token_id == 5
     assert config.encoder.eos_token_id == config.decoder.eos_token_id == 7
+    assert config.decoder.bos_token_id == 4
     assert config_from_dict(config.to_dict()) == config
     labels = sample(0, 6)
     labels[1, 4:] = -100
     ours = from_config(config)
+    ours.config.decoder_start_token_id = 8
     ours.save_pretrained(tmp_path)
     kind = getattr(transformers, type(ours).__name__)
     theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()

@@ -124,6 +124,7 @@ ARGUMENTS = {
         "test_file": f"{{command}} {FINETUNED} --train-file TEXT --test-file URL",
     },
 }  # fmt: skip
+LOCAL = {"cache_dir", "calibrate", "json", "plot", "tensorboard_dir", "write"}
 CASES = [
     (command, name)
     for command, own in ARGUMENTS.items()
@@ -187,6 +188,8 @@ def test_a_url_of_nothing_is_one_line(command, name, memory_bucket, workplace, m
     [line] = shown.splitlines()
     assert line.startswith("error: ")
     assert url in line
+    if name in LOCAL:
+        assert "must be a path on this machine" in line
     # A folder for runs is made before all that a run reads is opened.
     assert {path.name for path in workplace.iterdir()} <= {*before, "runs"}
 
