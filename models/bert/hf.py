@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from ..name_map import NameEntry, NameMap
 
 # Names in files that were converted from TensorFlow checkpoints.
@@ -55,6 +58,23 @@ def cross_attention_entries(stored: str) -> tuple[NameEntry, ...]:
     entries += both(f"{native}.output", f"{stored}.output.dense")
     entries += both(f"{native}_norm", f"{stored}.output.LayerNorm")
     return tuple(entries)
+
+
+def with_norms_before(names: NameMap, stored: Mapping[str, str]) -> NameMap:
+    """Returns the names of a model whose norms are those of `pre_norm.py`.
+
+    Args:
+        names: Those of the same model with norms after attention and MLP.
+        stored: Each native norm, {i} for the number of its block -> Hugging Face's name.
+    """
+    entries: list[NameEntry] = []
+    for entry in names.entries:
+        module = entry.native.rpartition(".")[0]
+        if module not in stored and module != "encoder.embedding_norm":
+            entries.append(entry)
+    for native, own in stored.items():
+        entries += both(native, own)
+    return replace(names, entries=tuple(entries))
 
 
 NAME_MAP = NameMap(
