@@ -257,7 +257,8 @@ def run(arguments: EstimateArguments) -> int:
         print(json.dumps(result, indent=2))
     else:
         console = make_console()
-        console.print(build_table(fullest, arguments, job))
+        console.print(describe_parameters(fullest, arguments, job), highlight=False)
+        console.print(build_table(fullest))
         console.print(describe_settings(job), highlight=False)
         if arguments.pipeline_parallel_size > 1:
             console.print(stage_table(stages, job))
@@ -355,17 +356,23 @@ def name_engine(job: Job) -> str:
     return "DDP" if job.data_parallel_size > 1 else "PyTorch"
 
 
-def build_table(found: Estimate, arguments: EstimateArguments, job: Job) -> Table:
-    """Returns a table of the memory in use at the peak."""
-    title = f"{arguments.model}: {found.parameters:,} parameters"
+def describe_parameters(found: Estimate, arguments: EstimateArguments, job: Job) -> str:
+    """Says how many parameters a rank has, and how many of them are for no token."""
+    text = f"{arguments.model}: {found.parameters:,} parameters"
     parts = job.tensor_parallel_size * job.pipeline_parallel_size * job.expert_parallel_size
     if parts > 1:
-        title += " on a rank"
+        text += " on a rank"
     if found.padding:
-        title += f" with {found.padding:,} of the vocabulary's padding"
+        share = "on average " if parts > 1 else ""
+        text += f", {share}{found.padding:,} of them padding of the vocabulary"
     if found.trained != found.parameters:
-        title += f", {found.trained:,} of them trained"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        text += f", {found.trained:,} trained"
+    return text
+
+
+def build_table(found: Estimate) -> Table:
+    """Returns a table of the memory in use at the peak."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column(f"at the peak, {found.peak.name}")
     table.add_column("GiB", justify="right")
     for name, value in found.peak.lines.items():

@@ -349,6 +349,14 @@ def test_the_command_says_whether_it_fits(capsys):
     assert "no micro-batch fits" in capsys.readouterr().out
 
 
+def test_the_padding_of_a_vocabulary_is_named(capsys):
+    assert main(["mt5-quickstart"]) == 0
+    # 1,100 rows become 1,152, in the embedding and in the head, of 128 each.
+    assert "1,279,744 parameters, 13,312 of them padding of" in capsys.readouterr().out
+    assert main(["mt5-quickstart", "--tp", "2"]) == 0
+    assert "on a rank, on average 6,656 of them padding" in capsys.readouterr().out
+
+
 def test_a_folder_of_another_family(tmp_path, capsys):
     from transformers import AutoConfig
 
