@@ -405,16 +405,12 @@ class ModelMethods(nn.Module):
         """False: what transformers' Trainer asks of a model when it is made.
 
         Raises:
-            ValueError: The Trainer would train the model, and then fail to save it.
+            ValueError: The model is split. The Trainer would save one rank's part of it.
         """
-        is_split = getattr(self, "mesh", None) is not None
-        names = list(self.named_parameters(remove_duplicate=False))
-        if is_split or len(names) > len(list(self.parameters())):
-            reason = "which is split" if is_split else "whose head is its embedding"
+        if getattr(self, "mesh", None) is not None:
             raise ValueError(
-                f"transformers' Trainer cannot save a {type(self).__name__} of shardzoo, {reason}; "
-                "give it shardzoo.models.for_transformers.TransformersModel(model), or use "
-                "shardzoo.trainer.Trainer"
+                f"transformers' Trainer cannot save a {type(self).__name__} that is split over "
+                "ranks; use shardzoo.trainer.Trainer"
             )
         return False
 

@@ -125,6 +125,9 @@ class T5GemmaConfig(HeadsConfig):
         names = ("pad_token_id", "bos_token_id", "eos_token_id")
         ids = {name: changes[name] for name in names if name in changes}
         start = changes.get("decoder_start_token_id")
+        if start is not None:
+            # Checked under its own name, not that of the decoder's key.
+            super().with_changes(decoder_start_token_id=start)
         for name in ("encoder", "decoder"):
             own = dict(ids)
             if name == "decoder" and start is not None:
@@ -148,6 +151,8 @@ class T5GemmaConfig(HeadsConfig):
             raise ValueError(f"both stacks must have the same vocab_size, not {shown(sizes)}")
         values.update(stacks)
         values["vocab_size"] = stacks["decoder"].vocab_size
+        if values.get("decoder_start_token_id") is not None:
+            super().from_dict(values)  # The key is checked, but transformers' decoder ignores it.
         values["decoder_start_token_id"] = stacks["decoder"].bos_token_id
         return super().from_dict(values)
 

@@ -203,6 +203,8 @@ _DEPTHS = {
     ),
     **dict.fromkeys(_MODERN_DECODERS, ("num_hidden_layers",)),
 }
+# Families that are another one with other published weights.
+_LIKE = {"xlm-roberta": "roberta", "camembert": "roberta"}
 _SPECIAL_TOKENS = {
     "gpt2": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},
     "bert": {
@@ -225,9 +227,10 @@ def tiny(
 
     dropout: of every kind; None leaves the family's defaults. layers: of each stack. changes: other keys.
     """
-    rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[family], dropout)
-    sizes = (TINY | SPARSE)[family]
-    depths = {} if layers is None else dict.fromkeys(_DEPTHS[family], layers)
+    like = _LIKE.get(family, family)
+    rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[like], dropout)
+    sizes = (TINY | SPARSE)[like]
+    depths = {} if layers is None else dict.fromkeys(_DEPTHS[like], layers)
     values = {"model_type": family, "vocab_size": vocab_size, **sizes, **rates, **depths, **changes}
     for name in ("encoder", "decoder"):  # stacks with configurations of their own
         if name in sizes:

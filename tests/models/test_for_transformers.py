@@ -12,7 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 from every_case import by_turns
-from tiny_models import save_model
+from tiny_models import save_model, tiny
 
 import shardzoo
 from shardzoo.cli import main as cli
@@ -198,17 +198,17 @@ def test_dropout_follows_from_the_seed_and_resumes(tmp_path):
     )
 
 
-def test_a_model_that_the_trainer_could_not_save_is_refused_when_it_is_made(tmp_path):
-    """transformers reads one property of the model for it; the model of an untied head goes on."""
-    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    folder = save_model(tmp_path / "gpt2", "GPT2LMHeadModel", "gpt2")
-    model = shardzoo.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"cannot save a GPT2LMHeadModel .*TransformersModel"):
+def train_with_transformers(mesh, folder):
+    """transformers' Trainer with a model that is not wrapped."""
+    arguments = transformers.TrainingArguments(str(folder), report_to="none", use_cpu=True)
+    model = shardzoo.from_config(tiny("gpt2"), mesh)
+    with pytest.raises(ValueError, match=r"is split over ranks; use shardzoo\.trainer\.Trainer"):
         transformers.Trainer(model, arguments)
-    transformers.Trainer(TransformersModel(model), arguments)
-    transformers.Trainer(
-        shardzoo.from_pretrained(folder, architecture=shardzoo.models.GPT2Model), arguments
-    )
+    return True
+
+
+def test_transformers_trainer_refuses_a_split_model_that_is_not_wrapped(run_mesh, tmp_path):
+    assert all(run_mesh(2, train_with_transformers, tmp_path))
 
 
 def test_a_split_model_is_refused():
