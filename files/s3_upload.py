@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from mimetypes import guess_type
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from .seekable import SeekableReader
@@ -89,11 +90,20 @@ def _send_parts(
     filesystem: Any, bodies: Sequence[FilePart], upload: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Sends all parts, a few at a time. After an error no further one is begun."""
+    has_failed = Event()
+
+    def send(number: int, body: FilePart) -> str:
+        if has_failed.is_set():
+            return ""  # Nobody asks for it: the results are read in order, up to the error.
+        try:
+            return _send_part(filesystem, body, number, upload)
+        except BaseException:
+            has_failed.set()
+            raise
+
     pool = ThreadPoolExecutor(PARTS_AT_ONCE)
     try:
-        sent: list[Future[str]] = []
-        for number, body in enumerate(bodies, 1):
-            sent.append(pool.submit(_send_part, filesystem, body, number, upload))
+        sent = [pool.submit(send, number, body) for number, body in enumerate(bodies, 1)]
         return [{"PartNumber": number, "ETag": tag.result()} for number, tag in enumerate(sent, 1)]
     finally:
         pool.shutdown(cancel_futures=True)
