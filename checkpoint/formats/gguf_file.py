@@ -114,6 +114,10 @@ class StoredMatrices:
     block: int
     size: int
 
+    def read(self, number: int) -> Tensor:
+        """Returns the numbers of one of them in fp32."""
+        return torch.from_numpy(self.decode(self.rows.read(number, number + 1)[0]))
+
 
 @dataclass(frozen=True)
 class GgufExperts(QuantizedWeight):
@@ -144,10 +148,7 @@ class GgufExperts(QuantizedWeight):
         What is stored of the expert is in memory, since each row of a matrix is a stored column.
         """
         if len(self.shape) == 2:
-            biases = [
-                torch.from_numpy(one.decode(one.rows.read(expert, expert + 1)[0]))
-                for one in self.stored
-            ]
+            biases = [one.read(expert) for one in self.stored]
             yield torch.stack(biases, -1).flatten()
             return
         packed = [one.rows.read(expert, expert + 1)[0] for one in self.stored]
@@ -190,11 +191,7 @@ class GgufLatent(QuantizedWeight):
             yield self._head(head).to(dtype)
 
     def _head(self, head: int) -> Tensor:
-        keys, values = (
-            torch.from_numpy(one.decode(one.rows.read(head, head + 1)[0]))
-            for one in (self.keys, self.values)
-        )
-        return torch.cat([keys.t(), values])
+        return torch.cat([self.keys.read(head).t(), self.values.read(head)])
 
 
 @dataclass(frozen=True)
@@ -224,9 +221,13 @@ class GgufContents:
     values: Mapping[str, Any]
     tensors: frozenset[str]
 
-    def number(self, key: str, default: int = 0) -> int:
+    def find_number(self, key: str) -> int | None:
         value = self.values.get(key)
-        return value if type(value) is int else default
+        return value if type(value) is int else None
+
+    def number(self, key: str, default: int = 0) -> int:
+        found = self.find_number(key)
+        return default if found is None else found
 
     def array(self, key: str) -> tuple[Any, ...]:
         """Returns an array of a few numbers; an empty one if there is none."""
@@ -333,7 +334,7 @@ def open_gguf(path: Path, architectures: Sequence[GgufArchitecture]) -> GgufFile
         if architecture.name == name and (
             architecture.is_meant is None or architecture.is_meant(contents)
         ):
-            return _Reading(path, architecture.name, architecture, contents, header.tensors).read()
+            return _Reading(path, architecture, contents, header.tensors).read()
     known = ", ".join(sorted({architecture.name for architecture in architectures}))
     raise ValueError(
         f"{path} has a model of the architecture {describe(name)}; those that are read are {known}"
@@ -345,7 +346,6 @@ class _Reading:
     """The parts of one file while it is read."""
 
     path: Path
-    prefix: str
     architecture: GgufArchitecture
     contents: GgufContents
     tensors: Sequence[GgufTensor]
@@ -356,7 +356,8 @@ class _Reading:
 
     def read(self) -> GgufFile:
         weights: dict[str, QuantizedWeight] = {}
-        joined: dict[str, dict[str, GgufTensor]] = {}
+        # Hugging Face's name of a joined tensor, and the number of its block -> its parts.
+        joined: dict[tuple[str, str], dict[str, GgufTensor]] = {}
         factors: dict[str, Tensor] = {}
         described: list[str] = []
         for tensor in self.tensors:
@@ -370,16 +371,20 @@ class _Reading:
                 continue  # a layer that predicts further tokens
             whole = self._find_joined(f"{key}.{kind}")
             if whole is not None:
-                joined.setdefault(whole.replace("{i}", block), {})[f"{key}.{kind}"] = tensor
+                joined.setdefault((whole, block), {})[f"{key}.{kind}"] = tensor
                 continue
             for weight in self._find_weights(tensor, key, block, kind):
                 if weight.name in weights:
                     raise ValueError(f"{self.path} has the tensor {tensor.name} twice")
                 weights[weight.name] = weight
-        for name, parts in joined.items():
-            is_latent = not _LATENT.isdisjoint(parts)
-            join = self._join_latent if is_latent else self._join_experts
-            weights[name] = join(name, parts)
+        for (whole, block), parts in joined.items():
+            name = whole.replace("{i}", block)
+            if whole == self.architecture.latent:
+                weights[name] = self._join_latent(name, parts)
+            else:
+                weights[name] = self._join_experts(
+                    name, parts, self.architecture.alternating[whole]
+                )
         config = self._read_config(weights, factors)
         state = self.path.stat()
         identity = f"{self.path.name} {state.st_size} {state.st_mtime_ns} {described} {config}"
@@ -417,7 +422,7 @@ class _Reading:
         own = names.get(f"{key}.{kind}") or (f"{names[key]}.{kind}" if key in names else None)
         if own is None or kind not in ("weight", "bias"):
             raise ValueError(
-                f"{self.path} has the tensor {tensor.name}, which no {self.prefix} that is read has"
+                f"{self.path} has the tensor {tensor.name}, which no {self.architecture.name} that is read has"
             )
         own = own.replace("{i}", block)
         if "{e}" not in own:
@@ -453,11 +458,12 @@ class _Reading:
             offset=architecture.norm_offset if own.endswith("norm.weight") else 0.0,
         )
 
-    def _join_experts(self, name: str, found: Mapping[str, GgufTensor]) -> GgufExperts:
+    def _join_experts(
+        self, name: str, found: Mapping[str, GgufTensor], wanted: Sequence[str]
+    ) -> GgufExperts:
         """Returns the tensor of all experts of a layer, whose features are those of one or two in turn."""
-        wanted = self._find_joined(next(iter(found)))
         parts: list[GgufTensor] = []
-        for key in self.architecture.alternating[wanted or name]:
+        for key in wanted:
             if key not in found:
                 raise ValueError(f"{self.path} has no tensor for {key} of {name}")
             parts.append(found[key])
@@ -527,15 +533,13 @@ class _Reading:
 
         A head's feature t · D/2 + i is stored as 2i + t.
         """
-        heads = self._read_number(f"attention.{count}") or self._read_number("attention.head_count")
+        heads = self.contents.find_number(f"attention.{count}") or self.contents.find_number(
+            "attention.head_count"
+        )
         if not heads or rows % (2 * heads):
             raise ValueError(f"{self.path}: {rows} rows of queries or keys are not {heads} heads")
         numbers = torch.arange(rows).view(heads, rows // heads // 2, 2)
         return numbers.transpose(1, 2).reshape(-1)
-
-    def _read_number(self, key: str) -> int | None:
-        value = self.values.get(key)
-        return value if type(value) is int else None
 
     def _read_config(
         self, weights: Mapping[str, QuantizedWeight], factors: Mapping[str, Tensor]
@@ -552,7 +556,7 @@ class _Reading:
                 continue
             if type(value) not in (int, float, bool):
                 raise ValueError(
-                    f"{self.path}: {self.prefix}.{key}={describe(value)} must be one number"
+                    f"{self.path}: {self.architecture.name}.{key}={describe(value)} must be one number"
                 )
             # Numbers are stored in fp32: 1e-05 would become 9.999999747378752e-06.
             config[own] = float(f"{value:.7g}") if type(value) is float else value
@@ -572,7 +576,9 @@ class _Reading:
         if architecture.is_rotary:
             self._read_rope(config, factors)
         elif factors:
-            raise ValueError(f"{self.path} scales rotary positions, but {self.prefix} has none")
+            raise ValueError(
+                f"{self.path} scales rotary positions, but {self.architecture.name} has none"
+            )
         if architecture.find_keys is not None:
             config.update(architecture.find_keys(self.contents))
         return config
@@ -586,7 +592,7 @@ class _Reading:
         config["rope_theta"] = theta
         kind = self.values.get("rope.scaling.type", "none")
         factor = self.values.get("rope.scaling.factor")
-        original = self._read_number("rope.scaling.original_context_length")
+        original = self.contents.find_number("rope.scaling.original_context_length")
         if "rope_freqs" in factors:
             config["rope_scaling"] = self._find_llama3(theta, factors["rope_freqs"])
             return
@@ -599,7 +605,7 @@ class _Reading:
             if original is not None:
                 config["original_max_position_embeddings"] = original
             head_size = config["hidden_size"] // config["num_attention_heads"]
-            rotated = self._read_number("rope.dimension_count") or head_size
+            rotated = self.contents.find_number("rope.dimension_count") or head_size
             config["partial_rotary_factor"] = rotated / head_size
             return
         if kind in ("none", "longrope") and factor in (None, 0.0, 1.0):

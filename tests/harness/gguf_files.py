@@ -17,19 +17,8 @@ from torch import Tensor
 
 # Types of the matrices, in turn.
 KINDS = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_K",
-    "Q6_K",
-    "Q5_0",
-    "Q5_K",
-    "Q2_K",
-    "Q3_K",
-    "MXFP4",
-)
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_0", "Q5_K", "Q2_K", "Q3_K", "MXFP4",
+)  # fmt: skip
 # Bytes of a block at which a half-precision scale begins, of types that the package does not encode.
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)}
 _PERMUTED = ("llama", "granite", "smollm3")  # GGUF's names of models whose features are neighbors
@@ -115,17 +104,15 @@ def store_tensors(arch: str, model: Any, state: dict[str, Tensor]) -> Iterator[S
 
 def _store_gpt_oss(names: Any, name: str, tensor: Tensor) -> Iterator[Stored]:
     """Yields the experts of gpt-oss: [experts, out, in], those of gate and up as two tensors."""
-    stem, kind = (
-        (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-    )
-    tensor = tensor.transpose(1, 2) if kind == "weight" else tensor
-    turn = (
-        (lambda read: read.transpose(1, 2).contiguous())
-        if kind == "weight"
-        else (lambda read: read)
-    )
+    stem = name.removesuffix("_bias")
+    kind = "weight" if stem == name else "bias"
+
+    def turn(given: Tensor) -> Tensor:
+        return given.transpose(1, 2).contiguous() if kind == "weight" else given
+
+    tensor = turn(tensor)
     if stem.endswith("down_proj"):
-        yield f"{names.get_name(stem)}.{kind}", tensor.contiguous(), lambda read: {name: turn(read)}
+        yield f"{names.get_name(stem)}.{kind}", tensor, lambda read: {name: turn(read)}
         return
     halves: dict[int, Tensor] = {}
 
